@@ -1,0 +1,46 @@
+"""Prefix keys: the chain hash of the 16-token pages of a prompt (RFC 1527: XXH3-64, seed 1337).
+
+The one implementation; the router's index and the runtime's KV events both use it. A key names a whole prefix: equal keys,
+equal prefixes (up to collisions, which cost one bad route and never a wrong answer).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import xxhash
+
+from fleet_contract.names import PAGE_SIZE
+from fleet_contract.wire import encode_ids
+
+SEED: Final = 1337
+_pair = struct.Struct("<QQ")
+_xxh3 = xxhash.xxh3_64_intdigest
+
+
+def namespace_hash(model_revision: str, lora: str = "", salt: str = "") -> int:
+    """H(msgpack [modelRevision, lora, salt]): mixed into the first link, so that no two namespaces share a key."""
+    return _xxh3(msgspec.msgpack.encode([model_revision, lora, salt]), seed=SEED)
+
+
+def chain_hashes(ids: Sequence[int], namespace: int, *, page_size: int = PAGE_SIZE) -> list[int]:
+    """Keys of all whole pages of a prompt.
+
+    Args:
+        ids: token ids, each below 2**32.
+        namespace: of `namespace_hash`.
+        page_size: tokens per page.
+    Returns:
+        One u64 per whole page; a partial last page has no key.
+    """
+    data = encode_ids(ids)
+    out: list[int] = []
+    previous = namespace
+    width = 4 * page_size
+    for start in range(0, len(data) // width * width, width):
+        previous = _xxh3(_pair.pack(previous, _xxh3(data[start : start + width], seed=SEED)), seed=SEED)
+        out.append(previous)
+    return out
