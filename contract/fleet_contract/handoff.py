@@ -29,7 +29,7 @@ class Route(Struct, rename="camel", frozen=True):
     backends: list[str] = field(default_factory=list)
 
 
-class _Message(Struct, tag_field="m", array_like=True, frozen=True):
+class _Message(Struct, tag_field="m", array_like=True):
     pass
 
 

@@ -31,9 +31,7 @@ class RuntimeLaunch(BaseModel):
     role: Literal["prefill", "decode", "unified"] = Field(default="unified", description="What this worker does")
     revision: str = Field(default="", description="Revision of the service, 8 hex digits")
     context_length: int = Field(default=4096, ge=16, le=1_048_576, description="Longest prompt + answer, tokens")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of weights and KV; auto: float32 on a CPU"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Type of weights and KV; auto: float32 on a CPU")
     kv_cache_memory: int = Field(default=1 << 30, ge=1 << 16, description="Bytes for KV pages")
     drain_timeout: int = Field(default=300, ge=0, le=86_400, description="Seconds for running requests after SIGTERM")
     host: str = Field(default="0.0.0.0", description="Address of the data port")
@@ -56,13 +54,9 @@ class RuntimeLaunch(BaseModel):
     body_timeout: int = Field(default=30, ge=1, le=3600, description="Seconds in which a request's body must arrive")
     write_timeout: int = Field(default=60, ge=1, le=3600, description="Seconds a client may leave a stream unread")
     request_timeout: int = Field(default=600, ge=1, le=86_400, description="Seconds a request may take in all")
-    queue_timeout: int = Field(
-        default=120, ge=1, le=86_400, description="Seconds a request may wait before it runs, when it brings no deadline"
-    )
+    queue_timeout: int = Field(default=120, ge=1, le=86_400, description="Seconds a request may wait before it runs, when it brings no deadline")
     transfer_timeout: int = Field(default=10, ge=1, le=3600, description="Least seconds a hand-over may take from its first page")
-    stall_timeout: int = Field(
-        default=30, ge=1, le=3600, description="Seconds without progress after which a busy scheduler counts as stalled"
-    )
+    stall_timeout: int = Field(default=30, ge=1, le=3600, description="Seconds without progress after which a busy scheduler counts as stalled")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level that is logged")
     simulated_prefill_tokens_per_s: float = Field(default=20_000.0, gt=0, description="Simulated prefill speed")
     simulated_step_base_ms: float = Field(default=2.0, ge=0, description="Simulated step time, fixed part")
