@@ -1,6 +1,7 @@
 """Writes `crds/` (and the chart's copy) from `fleet_operator.api`: `python -m fleet_operator.crds [--check]`.
 
-Pydantic's JSON schema becomes a structural OpenAPI v3 schema: references inlined, `X | None` as an optional field (the API server drops nulls), no titles, no defaults.
+Pydantic's JSON schema becomes a structural OpenAPI v3 schema: references inlined, `X | None` as an optional field (the API server drops nulls),
+no titles, no defaults.
 Source: Kubernetes, "Extend the API with CustomResourceDefinitions", sections on structural schemas and validation rules.
 """
 

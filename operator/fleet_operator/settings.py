@@ -6,7 +6,7 @@ import argparse
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Sett
     )
 
 
-def _in_range(low: int, high: int) -> object:
+def _in_range(low: int, high: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         value = int(text)
         if not low <= value <= high:

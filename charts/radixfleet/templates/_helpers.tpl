@@ -58,7 +58,7 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, patch]
-- apiGroups: [events.k8s.io]
+- apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create, list]
 {{- end -}}

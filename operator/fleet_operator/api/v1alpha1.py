@@ -50,7 +50,11 @@ class Model(BaseModel):
 
 QuantityText = Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, int) else v)]
 Name253 = Annotated[str, Field(min_length=1, max_length=253)]
-QUANTITY_SCHEMA: Final = {"anyOf": [{"type": "integer"}, {"type": "string"}], "pattern": quantity.PATTERN, "x-kubernetes-int-or-string": True}
+QUANTITY_SCHEMA: Final[dict[str, Any]] = {
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+    "pattern": quantity.PATTERN,
+    "x-kubernetes-int-or-string": True,
+}
 
 
 class Resources(Model):
@@ -266,7 +270,8 @@ class ModelSpec(Model):
             rule(
                 r"self.matches('^(bundled://[a-z0-9][a-z0-9._-]*|file:///.+|simulated://[a-z0-9._-]*)$')",
                 "model.uri must be bundled://NAME, file:///ABSOLUTE/PATH or simulated://",
-                expression="'model.uri must be bundled://NAME, file:///ABSOLUTE/PATH or simulated://, not ' + (self.size() > 100 ? self.substring(0, 100) + '...' : self)",
+                expression="'model.uri must be bundled://NAME, file:///ABSOLUTE/PATH or simulated://, not '"
+                " + (self.size() > 100 ? self.substring(0, 100) + '...' : self)",
             ),
             rule("!self.contains('/../') && !self.endsWith('/..')", "model.uri may not contain '..'; write the folder's full path"),
         ),
@@ -356,7 +361,8 @@ class InferenceServiceSpec(Model):
                 f"({_U}) ? !({_P}) && !({_D}) : ({_P}) && ({_D})",
                 "set either spec.unified, or both spec.prefill and spec.decode",
                 expression="'set either spec.unified, or both spec.prefill and spec.decode; got '"
-                f" + ({_U} ? (({_P} || {_D}) ? 'unified and ' : 'unified') : '') + ({_P} ? ({_D} ? 'prefill and decode' : 'prefill') : ({_D} ? 'decode' : ''))"
+                f" + ({_U} ? (({_P} || {_D}) ? 'unified and ' : 'unified') : '')"
+                f" + ({_P} ? ({_D} ? 'prefill and decode' : 'prefill') : ({_D} ? 'decode' : ''))"
                 f" + (!{_U} && !{_P} && !{_D} ? 'none of them' : '')",
             ),
             rule(
