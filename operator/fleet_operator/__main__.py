@@ -89,6 +89,7 @@ class Operator:
             if stopping.done():
                 acquiring.cancel()
                 return
+            acquiring.result()  # raises what went wrong
             self._cluster.guard = self._elector.check
             await self._lead()
         finally:
@@ -121,8 +122,8 @@ class Operator:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises what ended it
-        except LeaseLost:
-            lost_lease()
+        except LeaseLost as e:
+            lost_lease(str(e))
         finally:
             for task in tasks:
                 task.cancel()
@@ -132,9 +133,9 @@ class Operator:
             await self._routers.close()
 
 
-def lost_lease() -> NoReturn:
+def lost_lease(why: str) -> NoReturn:
     """Ends the process at once: another may be writing already, so nothing of ours may finish."""
-    log.error("the Lease is lost; ending at once")
+    log.error("the Lease is lost; ending at once", extra={"error": why})
     sys.stderr.flush()
     os._exit(1)
 
