@@ -170,7 +170,8 @@ class KubernetesCluster:
         found: list[Obj] = []
         while True:
             page = await self._call("GET", kind.path(namespace), query=query)
-            found += page.get("items") or []
+            # The items of a list come without these two.
+            found += [{"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in page.get("items") or ()]
             if not (more := (page.get("metadata") or {}).get("continue")):
                 return found
             query["continue"] = more

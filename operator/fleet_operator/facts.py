@@ -263,7 +263,7 @@ def _end_trouble(pod: str, ended: Obj, *, is_lasting: bool) -> Trouble | None:
         said = json.loads(text)
         reason, message = str(said["reason"]), str(said["message"])
     except (ValueError, TypeError, KeyError):
-        reason, message = "", text[-400:]
+        reason, message = "", text.rpartition("\n")[2][-400:]  # of a log, the last line is the cause
     if ended.get("reason") == "OOMKilled":
         reason, message = "OutOfMemory", "the kernel ended it for using more memory than its limit"
     if not reason and ended.get("exitCode") == 0 and not is_lasting:
