@@ -164,10 +164,16 @@ def state_of(observed: Observed, revision: str) -> rollout.RevisionState:
         revision=revision,
         number=template.number if template is not None else 0,
         roles=roles,
-        is_routable=probe is not None and probe.is_ok and routing_address(observed, revision) is not None,
+        is_routable=(probe.is_ok if probe is not None else was_available(observed, revision)) and routing_address(observed, revision) is not None,
         is_hopeless=hopeless,
         is_retiring=retiring,
     )
+
+
+def was_available(observed: Observed, revision: str) -> bool:
+    """After a restart of the operator a probe is asked again; meanwhile the last answer stands, for the revision that it was about."""
+    before: Mapping[str, Any] = next((c for c in observed.status.get("conditions") or () if c.get("type") == "Available"), {})
+    return before.get("status") == "True" and told_traffic(observed) == revision
 
 
 def is_counted_ready(pod: Pod) -> bool:

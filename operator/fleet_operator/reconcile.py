@@ -68,6 +68,15 @@ class Reconciler:
         self._remember(key, observed)
         if observed is None:
             return None
+        try:
+            return await self._act(observed)
+        except ClusterError as e:
+            if e.status == 404:  # deleted under our hands; the next look sees what is left
+                return POLL_SOON_S
+            raise
+
+    async def _act(self, observed: Observed) -> float | None:
+        """Plan, apply and status of what was observed."""
         step, hindrance = self._plan(observed)
         error: ClusterError | None = None
         if step is not None:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from fleet_contract import names
 from fleet_operator.facts import Observed, Pod, Trouble, rfc3339
-from fleet_operator.plan import Plan, is_counted_ready, routing_address, state_of, told_traffic
-from fleet_operator.rollout import Phase, RevisionState
+from fleet_operator.plan import Plan, is_counted_ready, routing_address, state_of, told_traffic, was_available
+from fleet_operator.rollout import Phase
 
 CONDITIONS: Final = (
     "Available",
@@ -176,7 +176,9 @@ class _Facts:
         """Is there a router that knows the cluster?"""
         routers = self.observed.routers
         if not routers:
-            return Answer("False", "NoRouter", f"no router pod runs; check kubectl get deployment -A -l {names.LABEL_COMPONENT}={names.COMPONENT_ROUTER}")
+            return Answer(
+                "False", "NoRouter", f"no router pod runs; check kubectl get deployment -A -l {names.LABEL_COMPONENT}={names.COMPONENT_ROUTER}"
+            )
         good = [r for r in routers if not r.error and r.is_synced]
         bad = "; ".join(f"{r.pod}: {r.error or 'not synced yet'}" for r in routers if r.error or not r.is_synced)
         if not good:
@@ -241,15 +243,10 @@ class _Facts:
         serving = Answer("True", "Serving", f"{self.url} answers {names_text}")
         if probe is None:
             pending = Answer("False", "ProbePending", f"a request through revision {self.traffic} is under way")
-            return serving if self._was_available(state) else pending
+            return serving if was_available(self.observed, self.traffic) else pending
         if not probe.is_ok:
             return Answer("False", "ProbeFailed", f"a request through revision {self.traffic} failed: {probe.error}; see the logs of its workers")
         return serving
-
-    def _was_available(self, state: RevisionState) -> bool:
-        """After a restart of the operator the probe is asked again; meanwhile the answer stands for the same revision."""
-        before: Mapping[str, Any] = next((c for c in self.observed.status.get("conditions") or () if c.get("type") == "Available"), {})
-        return before.get("status") == "True" and told_traffic(self.observed) == state.revision
 
     def _served(self) -> str:
         key = self.observed.key
