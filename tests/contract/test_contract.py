@@ -90,7 +90,8 @@ def test_routed_headers_survive_the_round_trip_in_any_case(headers: wire.RoutedH
     ("header", "value"),
     [
         (names.HEADER_RID, "0F" * 16), (names.HEADER_RID, "0f" * 15), (names.HEADER_ROOM, str(2**63)), (names.HEADER_ROOM, "-1"),
-        (names.HEADER_ROOM, "\u0661"), (names.HEADER_ROOM, "9" * 400), (names.HEADER_LEG, "both"), (names.HEADER_LEG, "prefill"), (names.HEADER_PICK, "7"),
+        (names.HEADER_ROOM, "\u0661"), (names.HEADER_ROOM, "9" * 400), (names.HEADER_LEG, "both"),
+        (names.HEADER_LEG, "prefill"), (names.HEADER_PICK, "7"),
         (names.HEADER_PICK, ":7"), (names.HEADER_BOOTSTRAP, "host"), (names.HEADER_BOOTSTRAP, "host:99999"),
         (names.HEADER_PREFILL_INCARNATION, "xyz"), (names.HEADER_DEADLINE_MS, "1.5"),
     ],
