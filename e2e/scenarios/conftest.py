@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from fleet_testing.fleet import RESOURCES, Fleet, manifest, simulated
 
 ROOT = Path(__file__).resolve().parents[2]

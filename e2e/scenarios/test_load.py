@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_testing.fleet import Fleet, simulated, wait_for
 
 from fleet_contract import names
+from fleet_testing.fleet import Fleet, simulated, wait_for
 
 pytestmark = pytest.mark.e2e
 
