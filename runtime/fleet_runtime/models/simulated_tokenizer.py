@@ -26,7 +26,7 @@ _CHAT_TEMPLATE: Final = """{{ bos_token }}
 
 def simulated_tokenizer_files() -> dict[str, bytes]:
     """The files of a Hugging Face folder that text needs, by name; the same bytes each time."""
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
