@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from fleet_contract.launch import RuntimeLaunch
 from fleet_runtime.engine.base import Executor, Progress
+from fleet_runtime.engine.memory import pages_in
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.files import SIMULATED
 
@@ -37,8 +38,10 @@ def make_executor(flags: RuntimeLaunch, model_folder: str | Path | None, threads
 def _make_simulated(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:
     from fleet_runtime.engine.simulated import SimulatedExecutor
 
-    del model_folder, threads, progress
-    return SimulatedExecutor.from_flags(flags)
+    del model_folder, threads
+    executor = SimulatedExecutor.from_flags(flags, progress)
+    pages_in(flags.kv_cache_memory, executor.layout.page_bytes, flags.context_length)
+    return executor
 
 
 def _make_torch(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:
