@@ -22,43 +22,42 @@ class PrefillLegs:
     def __init__(self, book: Book, transfer: KvTransfer) -> None:
         self._book = book
         self._transfer = transfer
+        self._by_room: dict[int, Request] = {}  # until the room's final event
 
     def start(self, request: Request) -> None:
         """A prefill leg has arrived."""
         room = request.admit.room
-        if self._live(room, but=request) is not None or (Kind.PREFILL, room) in self._book.limbo:
+        if room in self._by_room:
             self._book.fail(request, ApiError(409, f"room {room} is in use; the router mints a new room for each pair", code="room_in_use"))
             return
+        self._by_room[room] = request
         self._book.place(request, State.BOOTSTRAPPING)
         request.room_open = True
         self._transfer.expect(room)
 
     def on_event(self, event: PrefillAllocated | PrefillReceived | PrefillFailed | PrefillClosed) -> None:
         """Acts on what the transfer says of a room."""
-        request = self._live(event.room)
+        request = self._by_room.get(event.room)
+        if request is None:
+            return
         match event:
             case PrefillAllocated():
-                if request is not None and request.state is State.BOOTSTRAPPING:
+                if request.state is State.BOOTSTRAPPING:
                     self._allocated(request, event)
             case PrefillFailed():
-                if request is not None:
-                    self._book.fail(request, event.error)
+                self._book.fail(request, event.error)
             case PrefillReceived():
-                if request is not None:
-                    request.room_open = False
+                self._closed(request)
+                if request.state is State.TRANSFERRING:
                     self._book.hand_over(request)
-                self._book.room_closed(Kind.PREFILL, event.room)
             case PrefillClosed():
-                if request is not None:
-                    request.room_open = False
-                    self._book.fail(request, ApiError(503, "the hand-over ended early", type=errors.SERVER, code=errors.CODE_PEER_FAILED))
-                self._book.room_closed(Kind.PREFILL, event.room)
+                self._closed(request)
+                self._book.fail(request, ApiError(503, "the hand-over ended early", type=errors.SERVER, code=errors.CODE_PEER_FAILED))
 
-    def _live(self, room: int, but: Request | None = None) -> Request | None:
-        for request in self._book.requests.values():
-            if request.kind is Kind.PREFILL and request.admit.room == room and request is not but and request.room_open:
-                return request
-        return None
+    def _closed(self, request: Request) -> None:
+        del self._by_room[request.admit.room]
+        request.room_open = False
+        self._book.room_closed(Kind.PREFILL, request.admit.room)
 
     def _allocated(self, request: Request, event: PrefillAllocated) -> None:
         total = pages_for(request.prompt_tokens)

@@ -37,7 +37,7 @@ class Mail:
 
     def receive(self, timeout_s: float) -> list[m.Message]:
         """Messages that count, in order; waits for the first, or for the wake-up descriptor, up to the timeout."""
-        self._poller.poll(timeout_s * 1000)
+        self._poller.poll(round(timeout_s * 1000))
         out: list[m.Message] = []
         for _ in range(MAX_BURST):
             try:

@@ -62,9 +62,7 @@ class SchedulerProcess:
         self._row = board.row(m.SCHEDULER)
         executor = self._load()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._publisher = LoadPublisher(
-            self._context, host=self._flags.internal_host, port=self._flags.load_port, pod_uid=config.identity.pod_uid
-        )
+        self._publisher = LoadPublisher(self._context, host=self._flags.internal_host, port=self._flags.load_port, pod_uid=config.identity.pod_uid)
         self._transfer = self._make_transfer(executor)
         self._mail = Mail(self._context, config.run_dir, incarnation, self._transfer.wake_fd)
         self._scheduler = Scheduler(self._flags, executor, self._mail, clock=time.monotonic, transfer=self._transfer)
@@ -194,9 +192,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the supervisor ends us in order
     config = RuntimeConfig.read(run_dir)
-    logging.basicConfig(
-        level=config.flags().log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=config.flags().log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s")
     board = Board.open(run_dir)
     row = board.row(m.SCHEDULER)
     row.set(phase=PHASE_STARTING, percent=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -110,8 +110,8 @@ class DecodeRooms:
 
         self._spawn(tell())
 
-    def _spawn(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -122,13 +122,13 @@ class DecodeRooms:
             link = await self._link_to(bootstrap, state.prefill_incarnation)
         except _DialError as e:
             if not state.over:
-                self._lose(state, e.error)
+                self._close(state, e.error)
             return
         if state.over:  # abandoned meanwhile: nothing was promised, but the other leg must not wait
             link.send(Abort(room=state.room, generation=state.generation, reason="decode's request ended"))
             return
         if link.closed:
-            self._lose(state, _gone("the connection closed at once"))
+            self._close(state, _gone("the connection closed at once"))
             return
         state.link = link
         link.send(Queued(room=state.room, generation=state.generation))
@@ -274,9 +274,6 @@ class DecodeRooms:
             state.link.send(_ending(state.room, state.generation, error))
         if state.link is None or state.pages is None:  # no page was promised
             self._close(state, error)
-
-    def _lose(self, state: _Room, error: ApiError) -> None:
-        self._close(state, error)
 
     def _close(self, state: _Room, error: ApiError) -> None:
         """The last of a room; `error` matters if the scheduler has not heard of one."""
