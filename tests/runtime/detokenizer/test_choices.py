@@ -33,7 +33,7 @@ def test_a_stop_ends_the_choice_here_and_counts_up_to_its_token() -> None:
     assert [(t.text, t.finish, t.completion_tokens, bytes(t.ids)) for t in out.texts] == [("x", "stop", 5, b"xcd")]
     assert [(s.rid, s.index) for s in out.stopped] == [("r", 0)]
     assert len(c) == 0
-    assert c.push([sampled(b"late", 11)]) .texts == []
+    assert c.push([sampled(b"late", 11)]).texts == []
     assert not c.end("r", 0), "the scheduler's own ending crossed ours: it must not become a second one"
     assert c.end("r", 0), "but the rid is free again"
     assert c.late == 2

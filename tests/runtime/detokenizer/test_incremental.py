@@ -19,9 +19,7 @@ def sentencepiece_like() -> Tokenizer:
     words = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁Hello", "Hello", "▁world", "lo", "▁", "中", "文", "é", "."]
     vocab = {w: i for i, w in enumerate(dict.fromkeys(words))}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)])
     tokenizer.add_special_tokens([AddedToken("<unk>", special=True)])
     return tokenizer
 
