@@ -16,6 +16,7 @@ from fleet_contract.launch import BadFlag, RuntimeLaunch
 from fleet_contract.worker import StartFailure
 from fleet_runtime.errors import StartError
 from fleet_runtime.logs import facts, set_up_logging
+from fleet_runtime.supervisor.children import MODULES
 from fleet_runtime.supervisor.facts import ENV_TERMINATION_LOG
 from fleet_runtime.supervisor.loop import Signals, Supervisor
 from fleet_runtime.supervisor.prepare import prepare
@@ -26,8 +27,8 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
 
-def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs a worker until it ends; returns its exit code."""
+def run(argv: Sequence[str], env: Mapping[str, str], modules: Mapping[str, str] = MODULES) -> int:
+    """Runs a worker until it ends; returns its exit code. Tests give other `modules` for its children."""
     if "--help" in argv or "-h" in argv:
         print(RuntimeLaunch.help())
         return 0
@@ -47,7 +48,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
         prepared = prepare(flags, env)
         if signals.stops:
             return 0
-        return Supervisor(prepared, signals, env).run()
+        return Supervisor(prepared, signals, env, modules).run()
     except StartError as e:
         log.error("the worker gives up", extra=facts(reason=e.reason, message=e.message))
         write_termination(env, StartFailure(e.reason, e.message))

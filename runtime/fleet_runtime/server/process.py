@@ -161,7 +161,7 @@ class HttpProcess:
             try:
                 request = self.state.manager.open(RoutedHeaders())
                 break
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:
                 log.info("waiting to warm up", extra=facts(cause=str(e)))
                 await asyncio.sleep(0.2)
         try:

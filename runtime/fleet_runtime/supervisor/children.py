@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -71,7 +71,7 @@ def read_failure(run_dir: str | Path, who: str) -> StartFailure | None:
         return None
 
 
-def spawn(who: str, run_dir: str, *, fds: Sequence[int] = (), modules: dict[str, str] = MODULES) -> Child:
+def spawn(who: str, run_dir: str, *, fds: Sequence[int] = (), modules: Mapping[str, str] = MODULES) -> Child:
     """Starts a child with a new incarnation. It inherits `fds`, has a session of its own (a Ctrl-C of the terminal is the supervisor's
     to handle) and is killed by the kernel when the supervisor's main thread is gone."""
     incarnation = mint_incarnation()

@@ -71,7 +71,7 @@ class Signals:
 class Supervisor:
     """Runs one worker until it is told to stop or cannot go on."""
 
-    def __init__(self, prepared: Prepared, signals: Signals, env: Mapping[str, str], modules: dict[str, str] = MODULES) -> None:
+    def __init__(self, prepared: Prepared, signals: Signals, env: Mapping[str, str], modules: Mapping[str, str] = MODULES) -> None:
         self._prepared = prepared
         self._config = prepared.config
         self._flags = prepared.config.flags()
@@ -142,7 +142,7 @@ class Supervisor:
         seconds = _DRAIN_POLL_S if self._drain_deadline is not None else max(0.0, min([_IDLE_POLL_S, *due]))
         if self._signals.stops and self._drain_deadline is None:
             seconds = 0.0
-        self._poller.poll(seconds * 1000)
+        self._poller.poll(int(seconds * 1000))
         self._signals.drain_wakeups()
         self._row.beat()
 

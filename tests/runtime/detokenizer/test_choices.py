@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fleet_runtime import messages as m
-from fleet_runtime.detokenizer.choices import Choices
-from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
+from fleet_runtime import messages as m
+from fleet_runtime.detokenizer.choices import Choices
+from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 
 TOKENIZER = Tokenizer.from_buffer(simulated_tokenizer_files()["tokenizer.json"])
 

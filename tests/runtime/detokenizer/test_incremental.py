@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from fleet_runtime.detokenizer.incremental import REPLACEMENT, IncrementalText
-from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from fleet_runtime.detokenizer.incremental import REPLACEMENT, IncrementalText
+from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 
 BYTES = Tokenizer.from_buffer(simulated_tokenizer_files()["tokenizer.json"])
 

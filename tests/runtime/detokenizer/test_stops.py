@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fleet_runtime.detokenizer.stops import StopFilter
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fleet_runtime.detokenizer.stops import StopFilter
 
 
 def model(text: str, stops: list[str]) -> tuple[str, bool]:
