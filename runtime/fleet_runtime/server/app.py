@@ -20,6 +20,7 @@ from fleet_contract import names
 from fleet_contract.errors import NOT_FOUND, SERVER, ApiError
 from fleet_contract.wire import RoutedHeaders, WireError, parse_routed_headers, split_ids_body
 from fleet_contract.worker import AbortAnswer, AbortRequest
+from fleet_runtime.logs import facts
 from fleet_runtime.server import validate
 from fleet_runtime.server.body import ClientGone, parse_json, parse_object, read_body
 from fleet_runtime.server.health import look, not_live, not_ready
@@ -52,8 +53,8 @@ class Border:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id")
         request_id = accept_request_id(given.decode("latin-1") if given is not None else None)
-        facts_of_request = scope["state"]
-        facts_of_request["request_id"] = request_id
+        request_facts = scope["state"]
+        request_facts["request_id"] = request_id
         status = 0
 
         async def answer(message: Message) -> None:
@@ -67,31 +68,36 @@ class Border:
             if not self._internal:
                 _refuse_internal_headers(headers)
             await self._app(scope, receive, answer)
-        except ClientGone:
-            status = 499
         except ApiError as e:
-            await _send_error(e, request_id, answer)
-        except Exception as e:  # the request's border: the process and other requests go on
-            log.exception("a request failed by a fault of ours")
-            if not status:
-                await _send_error(_internal(e), request_id, answer)
+            await _error_response(e, request_id)(scope, receive, answer)
+        except Exception:  # the request's border: it is answered already (`_on_fault`); the process and other requests go on
+            log.exception("a request failed by a fault of ours", extra=facts(request_id=request_id))
         endpoint = scope["route"].path if "route" in scope else "other"
-        self._state.metrics.requests[endpoint, facts_of_request.get("counted_status", status)] += 1
+        self._state.metrics.requests[endpoint, request_facts.get("counted_status", status)] += 1
 
 
-def _internal(e: Exception) -> ApiError:
-    return ApiError(500, f"the server failed on this request ({type(e).__name__}); its log has the cause", type=SERVER, code="internal")
-
-
-async def _send_error(error: ApiError, request_id: str, send: Send) -> None:
-    body = error.body(request_id)
-    headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+def _error_response(error: ApiError, request_id: str) -> Response:
+    headers: dict[str, str] = {}
     if error.retry_after_s is not None:
-        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+        headers["retry-after"] = str(error.retry_after_s)
     if error.status in (408, 413) or error.code == "draining":
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+        headers["connection"] = "close"
+    return Response(error.body(request_id), error.status, headers, JSON_TYPE)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error, request.state.request_id)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it; it is counted."""
+    return Response(status_code=499)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    message = f"the server failed on this request ({type(error).__name__}); its log has the cause"
+    return _error_response(ApiError(500, message, type=SERVER, code="internal"), request.state.request_id)
 
 
 def _refuse_internal_headers(headers: dict[bytes, bytes]) -> None:
@@ -105,7 +111,10 @@ def _refuse_internal_headers(headers: dict[bytes, bytes]) -> None:
 def create_app(state: HttpState, *, internal: bool) -> ASGIApp:
     """One port's application."""
     app = FastAPI(title="Radixfleet runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_exception_handler(HTTPException, _raise_http_exception)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, _on_fault)
     _add_generation(app, state, internal=internal)
     _add_reading(app, state)
     if internal:
@@ -113,7 +122,7 @@ def create_app(state: HttpState, *, internal: bool) -> ASGIApp:
     return Border(app, state, internal=internal)
 
 
-async def _raise_http_exception(request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     """The framework's own refusals (unknown path, wrong method) in our shape."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:100]

@@ -78,7 +78,7 @@ class Runtime:
 
     def wait_ready(self, timeout_s: float = START_S) -> Runtime:
         """Until `/readyz` is 200."""
-        wait_for(lambda: self.announced() and self.readyz() == 200 or self.ended(), "the runtime is ready", timeout_s)
+        wait_for(lambda: (self.announced() and self.readyz() == 200) or self.ended(), "the runtime is ready", timeout_s)
         assert not self.ended(), self.text_of_log()[-3000:]
         return self
 
