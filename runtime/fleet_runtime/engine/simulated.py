@@ -132,7 +132,7 @@ class SimulatedExecutor:
         return seconds + (prefill / p.prefill_tokens_per_s if p.prefill_tokens_per_s else 0.0)
 
     def read_page(self, page: int) -> bytes:
-        return self._pool[page].tobytes()
+        return bytes(self._pool[page].tobytes())
 
     def write_page(self, page: int, data: bytes | memoryview) -> None:
         self._pool[page] = np.frombuffer(data, dtype=np.uint64).reshape(PAGE_SIZE, _WORDS)

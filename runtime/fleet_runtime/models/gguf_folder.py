@@ -46,14 +46,14 @@ def convert_gguf(source: Path, folder: Path, progress: Callable[[str], None] = l
         reader = GGUFReader(source)
     except (ValueError, IndexError, KeyError) as e:
         raise GgufError(f"{source} is not a GGUF file: {e}") from e
-    meta = {name: field for name, field in reader.fields.items()}
 
     def get(name: str, default: Any = None) -> Any:
-        if name not in meta:
+        field = reader.fields.get(name)
+        if field is None:
             if default is None:
                 raise GgufError(f"{source}: the field {name} is missing")
             return default
-        return meta[name].contents()
+        return field.contents()
 
     if (architecture := get("general.architecture")) != "llama":
         raise GgufError(f"{source}: architecture {architecture!r}; only 'llama' can be converted")

@@ -11,22 +11,20 @@ from typing import Any, Final
 
 BOS_ID: Final = 256
 EOS_ID: Final = 257
-_SPECIALS: Final = ("<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+# Begin of a text, end of a message or answer, and the two marks around a role's name.
+_SPECIALS: Final = ("<|bos|>", "<|end|>", "<|role|>", "<|text|>")
 SIMULATED_VOCAB_SIZE: Final = 256 + len(_SPECIALS)
 
 _CHAT_TEMPLATE: Final = """{{ bos_token }}
 {%- for message in messages -%}
-  {%- if message['role'] not in ['system', 'developer', 'user', 'assistant', 'tool'] -%}
-    {{ raise_exception("role '" + message['role'] + "' is not one of system, developer, user, assistant, tool") }}
-  {%- endif -%}
-  {{ '<|' + message['role'].replace('developer', 'system') + '|>' + message['content'] + eos_token }}
+  {{ '<|role|>' + message['role'] + '<|text|>' + message['content'] + eos_token }}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}"""
+{%- if add_generation_prompt %}{{ '<|role|>assistant<|text|>' }}{% endif -%}"""
 
 
 def simulated_tokenizer_files() -> dict[str, bytes]:
     """The files of a Hugging Face folder that text needs, by name; the same bytes each time."""
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
