@@ -52,6 +52,7 @@ class Prompt:
 def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed:
     """Reads the top level. Raises ApiError 400 for what is no JSON object, names no model or carries reserved fields."""
     try:
+        body.decode()  # raw values are not looked into
         fields = _top.decode(body)
     except msgspec.ValidationError:
         raise ApiError(400, "the body has to be a JSON object", code="invalid_type") from None

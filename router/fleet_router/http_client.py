@@ -19,6 +19,7 @@ from fleet_router import errors
 
 CONNECT_TIMEOUT_S = 3.0
 IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
+STALE_S = 0.5  # a kept connection that ends so soon after a request was dead before it; later, the worker had taken it
 MAX_IDLE = 64
 MAX_HEAD_BYTES = 64 << 10
 
@@ -45,6 +46,7 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.sink: Sink | None = None
         self.idle_since = 0.0
+        self._sent_at = 0.0
         self.reused = False
         self.answered = False  # a byte of the present answer came
         self._parser: Any = None
@@ -74,7 +76,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         self.pool.drop(self)
-        if self.sink is not None and self.reused and not self.answered and self._retry is not None:
+        stale = self.reused and not self.answered and self.loop.time() - self._sent_at < STALE_S
+        if self.sink is not None and stale and self._retry is not None:
             sink, parts = self.sink, self._retry
             self.sink = None
             self.pool.redial(self.address, parts, sink)
@@ -122,6 +125,7 @@ class Connection(asyncio.Protocol):
         self.sink, self.answered, self._headers, self._head_bytes = sink, False, [], 0
         self._parser = httptools.HttpResponseParser(self)
         self._retry = tuple(parts) if self.reused else None
+        self._sent_at = self.loop.time()
         self.transport.writelines(parts)
 
     def pause(self) -> None:

@@ -197,8 +197,8 @@ class FakeWorker:
                 served += 1
                 if not await self._answer(request, reader, writer):
                     return
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # cancelled: the test's loop ends
         finally:
             self._writers.discard(writer)
             writer.close()
@@ -288,9 +288,7 @@ def decode(request: Received) -> None:
     request.json = json.loads(text)
 
 
-async def write_answer(
-    writer: asyncio.StreamWriter, status: int, body: bytes, kind: str, headers: dict[str, str], *, truncate: bool = False
-) -> None:
+async def write_answer(writer: asyncio.StreamWriter, status: int, body: bytes, kind: str, headers: dict[str, str], *, truncate: bool = False) -> None:
     """One answer with a length; truncated: half of the body only."""
     lines = [f"HTTP/1.1 {status} Scripted", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + (body[: len(body) // 2] if truncate else body))

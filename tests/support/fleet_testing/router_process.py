@@ -36,8 +36,7 @@ class RouterProcess:
         announce.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "fleet_router", "--host", "127.0.0.1", "--control-host", "127.0.0.1"]
         argv += ["--data-port", "0", "--control-port", "0", "--announce", str(announce), *flags]
-        with log.open("ab") as out:
-            process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+        process = spawn(argv, log)
         await until(lambda: announce.exists() or process.poll() is not None, "the router announces its ports")
         assert process.poll() is None, log.read_text()
         self = cls(process, json.loads(announce.read_text()), log)
@@ -118,6 +117,12 @@ class RouterProcess:
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, f"left behind: {alive}"
         return code
+
+
+def spawn(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A process in a session of its own; its output goes to the log."""
+    with log.open("ab") as out:
+        return subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
 
 
 async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
