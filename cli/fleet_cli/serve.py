@@ -95,7 +95,7 @@ def parse(argv: Sequence[str]) -> Plan:
         roles = (ROLE_PREFILL,) * a.prefill + (ROLE_DECODE,) * a.decode
     else:
         roles = (ROLE_UNIFIED,) * (a.workers or 1)
-    name = a.name or a.model.rstrip("/").rsplit("/", 1)[-1] or a.model.partition(":")[0]
+    name = a.name or a.model.rstrip("/").rsplit("/", 1)[-1].rstrip(":")
     return Plan(a.model, a.host, a.port, roles, name, a.log_dir, a.context_length, a.kv_cache_memory, fields)
 
 
