@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,10 @@ CLUSTER: Final = "radixfleet-cluster"
 PAUSE: Final = "pause"
 ENV_READY: Final = "RADIXFLEET_CLUSTER_BIN"
 BUILD_DISK_BYTES: Final = 8 * 2**30  # module cache, build cache and result of a cold build
-# program -> (package, extra arguments, what a cold build takes on two cores)
 _VERSION: Final = "k8s.io/component-base/version"
 _MAJOR, _MINOR, _ = KUBERNETES.removeprefix("v").split(".")
 _LDFLAGS: Final = f"-X {_VERSION}.gitVersion={KUBERNETES} -X {_VERSION}.gitMajor={_MAJOR} -X {_VERSION}.gitMinor={_MINOR}"
+# program -> (package, extra arguments, what a cold build takes on two cores)
 PROGRAMS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
     CLUSTER: ("./cmd/radixfleet-cluster", ("-ldflags", _LDFLAGS), "about 5 min the first time"),
     PAUSE: ("./cmd/pause", ("-ldflags", "-s -w"), "seconds"),
@@ -182,3 +182,21 @@ def _locked(folder: Path, say: Say) -> Iterator[None]:
             say("another build runs on this machine; waiting for it")
             fcntl.flock(f, fcntl.LOCK_EX)
         yield
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m fleet_local.binaries NAME…` (dev/setup): builds what is missing. Needs only the standard library."""
+    if unknown := [name for name in argv if name not in PROGRAMS]:
+        print(f"unknown program {unknown[0]}; one of: {', '.join(PROGRAMS)}", file=sys.stderr)
+        return 2
+    try:
+        for name in argv:
+            ensure(name, lambda text: print(text, flush=True))
+    except ClusterError as e:
+        print(e, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
