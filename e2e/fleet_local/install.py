@@ -91,11 +91,8 @@ def pod_lines(pod: Mapping[str, Any]) -> list[str]:
             lines.append(f"    {c['name']} waits: {waiting.get('reason', '')} {waiting.get('message', '')}".rstrip())
         ended = state.get("terminated") or c.get("lastState", {}).get("terminated")
         if ended:
-            lines.append(
-                f"    {c['name']} ended with code {ended.get('exitCode')} ({ended.get('reason', '')}): {ended.get('message', '').strip()}".rstrip(
-                    ": "
-                )
-            )
-        if not c.get("ready") and state.get("running"):
+            message = ended.get("message", "").strip()
+            lines.append(f"    {c['name']} ended with code {ended.get('exitCode')} ({ended.get('reason', '')}): {message}".rstrip(": "))
+        if not c.get("ready") and "running" in state:
             lines.append(f"    {c['name']} runs but is not ready; restarts: {c.get('restartCount', 0)}")
     return lines
