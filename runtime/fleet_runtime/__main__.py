@@ -1,9 +1,17 @@
-import sys, http.server, signal, threading
-def main():
-    print(sys.argv, flush=True)
-    class H(http.server.BaseHTTPRequestHandler):
-        def do_GET(self): self.send_response(200); self.end_headers(); self.wfile.write(b"ok")
-        def log_message(self,*a): pass
-    s = http.server.ThreadingHTTPServer(("0.0.0.0", 8001), H)
-    signal.signal(signal.SIGTERM, lambda *a: threading.Thread(target=s.shutdown).start())
-    s.serve_forever()
+"""Entry of `radixfleet-runtime`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from fleet_runtime.launch import run
+
+
+def main() -> None:
+    """Console script: exits with the worker's code."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+if __name__ == "__main__":
+    main()
