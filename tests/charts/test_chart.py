@@ -151,5 +151,3 @@ def test_every_value_is_commented_and_has_a_schema() -> None:
         leaf = line.strip()
         if leaf.startswith(("replicas:", "logLevel:", "watchNamespaces:", "resources:", "type:", "imagePullPolicy:", "extraArgs:")):
             assert before.strip().startswith("#"), line
-
-

@@ -32,7 +32,13 @@ TROUBLES = [
     ("the same while it is tried once more", container({"running": {}}, SAID), "ModelNotFound", "check model.uri", False),
     ("a crash, of whose log the last line counts", container(BACKOFF, LOG), "CrashLoop", "ValueError: boom", True),
     ("out of memory", container(BACKOFF, {"exitCode": 137, "reason": "OOMKilled"}), "OutOfMemory", "raise resources.limits.memory", True),
-    ("a missing config map", container({"waiting": {"reason": "CreateContainerConfigError", "message": "no cm"}}), "ContainerCannotStart", "no cm", True),
+    (
+        "a missing config map",
+        container({"waiting": {"reason": "CreateContainerConfigError", "message": "no cm"}}),
+        "ContainerCannotStart",
+        "no cm",
+        True,
+    ),
 ]
 
 

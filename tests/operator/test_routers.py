@@ -84,8 +84,12 @@ async def test_a_frozen_router_costs_one_second_however_many_there_are(router: F
     assert all(r.error and not r.is_synced for r in reports)
 
 
-@pytest.mark.parametrize(("answer", "status"), [(b"not json", 200), ([1], 200), ({}, 500), ({"revisions": {"a": {"workers": [{"inflight": "x"}]}}}, 200)])
-async def test_an_answer_that_is_no_report_is_an_error_of_that_router_only(router: FakeRouter, routers: HttpRouters, answer: Any, status: int) -> None:
+@pytest.mark.parametrize(
+    ("answer", "status"), [(b"not json", 200), ([1], 200), ({}, 500), ({"revisions": {"a": {"workers": [{"inflight": "x"}]}}}, 200)]
+)
+async def test_an_answer_that_is_no_report_is_an_error_of_that_router_only(
+    router: FakeRouter, routers: HttpRouters, answer: Any, status: int
+) -> None:
     router.answer, router.status = answer, status
     (report,) = await routers.reports(KEY, [pod()])
     assert report.error
@@ -104,7 +108,13 @@ def test_missing_fields_get_defaults_and_ranks_of_a_pod_are_one_worker() -> None
 
 
 def test_only_router_pods_that_can_hold_a_request_are_asked() -> None:
-    pods = [pod("b"), pod("a"), pod("done", phase="Succeeded"), pod("dead", phase="Failed"), {"metadata": {"name": "new"}, "status": {"phase": "Pending"}}]
+    pods = [
+        pod("b"),
+        pod("a"),
+        pod("done", phase="Succeeded"),
+        pod("dead", phase="Failed"),
+        {"metadata": {"name": "new"}, "status": {"phase": "Pending"}},
+    ]
     assert [p["metadata"]["name"] for p in running_routers(pods)] == ["a", "b"]
 
 
