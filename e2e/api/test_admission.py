@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -168,11 +167,11 @@ BAD: dict[str, tuple[str, dict[str, Any] | None, str]] = {
 
 
 @pytest.fixture(scope="module")
-def crd(cluster: ClusterClient) -> Iterator[ClusterClient]:
+def crd(cluster: ClusterClient) -> ClusterClient:
     """The CRD as it is committed."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(checkout() / "crds"))
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
-    yield cluster
+    return cluster
 
 
 def dry_run(cluster: ClusterClient, name: str, spec: dict[str, Any] | None) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -147,7 +148,7 @@ def test_bad_values_are_refused_by_name(tmp_path: Path, flag: str, text: str) ->
 
 def test_every_value_is_commented_and_has_a_schema() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         leaf = line.strip()
         if leaf.startswith(("replicas:", "logLevel:", "watchNamespaces:", "resources:", "type:", "imagePullPolicy:", "extraArgs:")):
             assert before.strip().startswith("#"), line
