@@ -157,6 +157,15 @@ def test_a_page_freed_with_nan_is_clean_for_its_next_owner(tiny: Path, make_exec
     assert not out.failed.any()
 
 
+@pytest.mark.parametrize("unknown", [-1, 300, 2**31 - 1])
+def test_an_id_outside_the_vocabulary_fails_its_row_and_what_follows_it_only(tiny: Path, make_executor_of: Make, unknown: int) -> None:
+    executor, good = make_executor_of(tiny), random_ids(20)
+    bad = [*good[:10], unknown, *good[11:]]
+    out = executor.step(make_batch([Row(good, [0, 1]), Row(bad, [2, 3])]))
+    assert out.failed.tolist() == [False, True] and out.tokens[0] == int(oracle_logits(tiny, good)[-1].argmax())
+    assert executor.step(make_batch([Row([*bad, 5], [2, 3], 20)])).failed.tolist() == [True]
+
+
 def test_rows_that_are_not_sampled_get_no_token(tiny: Path, make_executor_of: Make) -> None:
     executor, ids = make_executor_of(tiny), random_ids(30)
     out = executor.step(make_batch([Row(ids, [0, 1], sample=False), Row(ids, [2, 3])]))
