@@ -140,6 +140,7 @@ class Brain:
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
+        self._synced = False
         self._clock = clock
         self._draw = draw or random.Random(secrets.randbits(64)).randrange
         self._workers: list[Worker] = []
@@ -192,8 +193,10 @@ class Brain:
 
     @property
     def synced(self) -> bool:
-        """The table holds all that discovery knows, and every endpoint was asked at least once."""
-        return (self._observed is not None or not self.settings.kubernetes) and self.all_asked()
+        """Since its start this process has once held all that discovery knew, with every endpoint asked. It stays so."""
+        if not self._synced:
+            self._synced = (self._observed is not None or not self.settings.kubernetes) and self.all_asked()
+        return self._synced
 
     # -- choice
 
@@ -282,7 +285,8 @@ class Brain:
             weights = service.facts.traffic
             target = max(weights, key=lambda t: t[1])[0] if weights else next((w.record.revision for w in service.workers), "")
             queued[target] = n
-        return fleet_report(service, router_id=self.settings.router_id, synced=self.synced, queued=queued)
+        pods = [p for p in self._observed.pods if (p.namespace, p.service) == key] if self._observed is not None else []
+        return fleet_report(service, router_id=self.settings.router_id, synced=self.synced, queued=queued, pods=pods)
 
     def workers(self) -> list[dict[str, Any]]:
         """All workers, for /workers."""

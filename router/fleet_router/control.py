@@ -17,7 +17,6 @@ import uvicorn
 
 from fleet_router.control_api import create_app
 from fleet_router.discovery import Discovery
-from fleet_router.kube import kubernetes_source
 from fleet_router.link import LinkClient
 from fleet_router.process import Handover, die_with_parent, read_handover, set_up_logging
 
@@ -32,6 +31,8 @@ async def serve(handover: Handover) -> int:
     link = LinkClient(handover.link_name)
     tasks = [loop.create_task(link.run(), name="link")]
     if settings.kubernetes:
+        from fleet_router.kube import kubernetes_source  # optional: a second of start-up that static routers need not pay
+
         discovery = Discovery(lambda: kubernetes_source(settings.kubeconfig), link.send_news, settings.relist_interval)
         tasks.append(loop.create_task(discovery.run(), name="discovery"))
     app = create_app(link, settings.max_body_bytes)

@@ -190,6 +190,15 @@ async def test_prompts_of_every_form_reach_the_worker(make_worker: MakeWorker, m
         assert (len(got.ids) if got.ids is not None else None) == ids
 
 
+async def test_each_choice_of_a_batch_has_a_room_of_its_own(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    prefill, decode = await make_worker("prefill"), await make_worker("decode")
+    fleet = await make_fleet(prefill, decode)
+    for body, rooms in (({"prompt": ["a", "b", "c"], "n": 2}, 6), ({"prompt": "a", "n": 2}, 2), ({"prompt": "a"}, 1)):
+        await fleet.post("/v1/completions", {"model": "tiny", **body})
+        assert len(set(decode.legs[-1].routed.rooms)) == rooms
+        assert decode.legs[-1].routed.rooms == prefill.legs[-1].routed.rooms
+
+
 # -- snapshots of discovery, as the control process sends them
 
 
@@ -304,6 +313,27 @@ async def test_a_pod_that_is_no_longer_ready_is_left_at_once(change: dict[str, b
     for n in range(6):
         await fleet.chat(f"{n}")
     assert [len(w.legs) for w in workers] == [0, 6]
+
+
+async def test_a_pod_whose_address_answers_as_another_pod_is_not_used(cluster: Any, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    fleet = await cluster([worker], queue_timeout=0.1)
+    pods = pods_of([worker])
+    worker.record = msgspec.structs.replace(worker.record, pod_uid="somebody-else")
+    fleet.edge.take_observed(Observed([SERVICE], pods))
+    await until(lambda: fleet.brain.synced, "it was asked")
+    assert (await fleet.chat()).json()["error"]["code"] == "no_ready_worker"
+    assert [w.state for w in fleet.brain.fleet("demo", "tiny").revisions["aaaaaaaa"].workers] == ["starting"]
+
+
+async def test_the_router_stays_synced_when_a_new_pod_does_not_answer_yet(cluster: Any, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    fleet = await cluster([worker])
+    pods = pods_of([worker])
+    fleet.edge.take_observed(Observed([SERVICE], pods))
+    await until(lambda: fleet.brain.synced, "synced")
+    fleet.edge.take_observed(Observed([SERVICE], [*pods, msgspec.structs.replace(pods[0], uid="new", name="new")]))
+    assert fleet.brain.synced
 
 
 async def test_a_decision_is_explained_and_nothing_changes_by_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fleet_router import settings as router_settings
+from fleet_router.__main__ import main
 from fleet_testing.fake_worker import DEFAULT_STREAM, Script, sse
 from fleet_testing.router_fleet import MakeWorker
 from fleet_testing.router_process import RouterProcess, spawn, until, until_async
@@ -260,8 +261,8 @@ async def test_workers_may_come_after_the_router(make_worker: MakeWorker, make_r
         (["--static", "http://127.0.0.1:1", "--kubeconfig", "x"], "--kubeconfig needs --kubernetes"),
     ],
 )
-async def test_a_wrong_flag_stops_the_start_with_a_sentence(flags: list[str], words: str) -> None:
-    code, _, err = await run(*flags)
+def test_a_wrong_flag_stops_the_start_with_a_sentence(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, err = main(flags), capsys.readouterr().err
     assert code == 2 and words in err and len(err.strip().splitlines()) == 1
 
 
@@ -280,18 +281,10 @@ async def test_help_names_every_flag() -> None:
 
 async def test_a_router_without_an_api_server_serves_its_ports_and_is_not_synced(tmp_path: Path) -> None:
     kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "c",
-                "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}],
-                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-                "users": [{"name": "u", "user": {}}],
-            }  # fmt: skip
-        )
-    )
+    cluster, user = {"server": "http://127.0.0.1:9"}, {"name": "u", "user": {}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    content = {"apiVersion": "v1", "kind": "Config", "current-context": "c", "users": [user], "contexts": [context]}
+    kubeconfig.write_text(json.dumps(content | {"clusters": [{"name": "c", "cluster": cluster}]}))
     router = await RouterProcess.start(tmp_path, "--kubernetes", "--kubeconfig", str(kubeconfig), ready=False)
     try:
 
