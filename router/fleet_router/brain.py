@@ -145,6 +145,7 @@ class Brain:
         self._draw = draw or random.Random(secrets.randbits(64)).randrange
         self._workers: list[Worker] = []
         self._by_endpoint: dict[str, Worker] = {}
+        self._endpoints: dict[str, Endpoint] = {}
         self._slots: set[int] = set()
         self._observed: Observed | None = None
         self._traffic: dict[ServiceKey, list[tuple[str, int]]] = {}
@@ -161,6 +162,9 @@ class Brain:
         """Record or health of one endpoint changed."""
         worker = self._by_endpoint.get(endpoint.key)
         record = endpoint.record
+        self._endpoints[endpoint.key] = endpoint
+        if endpoint.removed:
+            del self._endpoints[endpoint.key]
         if worker is not None and (endpoint.removed or record is None or worker.identity != (record.pod_uid, record.rank, record.incarnation)):
             self._remove(endpoint.key, worker)
             worker = None
@@ -185,10 +189,7 @@ class Brain:
             was_draining = worker.book.report is not None and worker.book.report.draining
             worker.book.take_report(report, self.pick_id, self._clock())
             if report.draining != was_draining:
-                if report.draining and worker.state == "ready":
-                    worker.state = "draining"
-                self.poke(key)
-                self._wake()
+                self.take_endpoint(self._endpoints[key])
             return
 
     @property

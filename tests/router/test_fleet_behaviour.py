@@ -111,6 +111,22 @@ async def test_a_load_report_of_another_incarnation_makes_the_router_read_again(
     await asyncio.wait_for(report(), 10)
 
 
+async def test_a_worker_that_reports_a_drain_gets_nothing_new_until_it_reports_the_end_of_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    workers = [await make_worker(), await make_worker()]
+    fleet = await make_fleet(*workers)
+
+    async def report(draining: bool, ready: int) -> None:
+        while fleet.ready() != ready:
+            await workers[0].publish(draining=draining)
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(report(True, 1), 10)
+    for n in range(6):
+        await fleet.chat(f"{n}")
+    assert [len(w.legs) for w in workers] == [0, 6]
+    await asyncio.wait_for(report(False, 2), 10)
+
+
 async def test_two_services_are_served_by_short_and_long_names(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     a = await make_worker(namespace="one", service="a")
     b = await make_worker(namespace="two", service="b", model_revision="ffeeddccbbaa9988")

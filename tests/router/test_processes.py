@@ -191,7 +191,7 @@ async def test_the_drain_has_a_limit_and_the_workers_hear_of_what_was_cut(make_w
 
 
 async def test_with_a_drain_delay_the_router_accepts_while_it_is_not_ready(make_worker: MakeWorker, make_router: MakeRouter) -> None:
-    router = await make_router("--static", (await make_worker()).url, "--drain-delay", "1.5")
+    router = await make_router("--static", (await make_worker()).url, "--drain-delay", "3")
     await router.until_workers(1)
     router.process.send_signal(signal.SIGTERM)
 
