@@ -58,6 +58,7 @@ class GenerationOptions(BaseModel):
     seed: StrictInt | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StrictStr | list[StrictStr] | None = None
     ignore_eos: StrictBool = False
+    return_token_ids: StrictBool = False  # the answer's token ids beside its text, in each choice
 
 
 class ChatRequest(GenerationOptions):

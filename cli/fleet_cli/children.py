@@ -1,0 +1,63 @@
+"""Child processes of `radixfleet serve`: started with a log file each, ended in order, never left behind.
+
+A child dies with us even when we are killed: PR_SET_PDEATHSIG is set between fork and exec.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class Child:
+    """One started process and where its output goes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @classmethod
+    def start(cls, name: str, argv: Sequence[str], log: Path) -> Child:
+        """Starts a process in a session of its own, so that Ctrl-C reaches only us and we end the children in order."""
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent
+            )
+        return cls(name, process, log)
+
+    def exit_text(self) -> str | None:
+        """None while it runs; else how it ended, in words, with the last lines it wrote."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"exited with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        tail = "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-8:])
+        return f"{self.name} {how}; the end of {self.log}:\n{tail}"
+
+
+def end_all(children: Sequence[Child], *, timeout_s: float) -> None:
+    """SIGTERM to all, then SIGKILL to those that are left after `timeout_s`. Blocks until none runs."""
+    for child in children:
+        if child.process.poll() is None:
+            child.process.terminate()
+    for child in children:
+        try:
+            child.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
