@@ -194,9 +194,15 @@ class Brain:
 
     @property
     def synced(self) -> bool:
-        """Since its start this process has once held all that discovery knew, with every endpoint asked. It stays so."""
-        if not self._synced:
-            self._synced = (self._observed is not None or not self.settings.kubernetes) and self.all_asked()
+        """Since its start this process has once held all that discovery knew, with every endpoint asked. It stays so.
+
+        Static workers are not known before they answer: there at least one unit has to be ready.
+        """
+        if not self._synced and self.all_asked():
+            if self.settings.kubernetes:
+                self._synced = self._observed is not None
+            else:
+                self._synced = any(s.ready_units() for s in self.table.services.values())
         return self._synced
 
     # -- choice
@@ -386,9 +392,7 @@ class Brain:
             for f in self._observed.services:
                 if f.traffic:
                     self._traffic[f.key] = f.traffic
-                facts.append(
-                    f if f.traffic else ServiceFacts(f.namespace, f.name, f.uid, f.created, f.generation, f.model_name, self._traffic.get(f.key, []))
-                )
+                facts.append(f if f.traffic else msgspec.structs.replace(f, traffic=self._traffic.get(f.key, [])))
             self._traffic = {key: t for key, t in self._traffic.items() if any(f.key == key for f in facts)}
         self.table.rebuild(facts, self._workers)
         self._wake()

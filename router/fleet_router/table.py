@@ -114,6 +114,8 @@ def name_table(services: Sequence[ServiceFacts]) -> dict[str, ServiceKey]:
     for f in services:
         if f.namespace:
             out[f"{f.namespace}/{f.name}"] = f.key
+        for alias in f.aliases:
+            out.setdefault(alias, f.key)
     return out
 
 
@@ -123,7 +125,7 @@ def static_services(workers: Sequence[Worker]) -> list[ServiceFacts]:
     for w in workers:
         if w.service not in found:
             short = next((n for n in w.record.served_names if "/" not in n), "") or next(iter(w.record.served_names), "")
-            found[w.service] = ServiceFacts(namespace=w.service[0], name=w.service[1], model_name=short)
+            found[w.service] = ServiceFacts(namespace=w.service[0], name=w.service[1], model_name=short, aliases=list(w.record.served_names))
     return [found[key] for key in sorted(found)]
 
 

@@ -237,9 +237,17 @@ async def test_workers_may_come_after_the_router(make_worker: MakeWorker, make_r
     first = await make_worker()
     port = first.port
     await first.stop()
-    router = await make_router("--static", f"http://127.0.0.1:{port}")
+    router = await make_router("--static", f"http://127.0.0.1:{port}", ready=False)
+
+    async def not_synced() -> bool:
+        try:
+            return (await router.http.get(f"{router.control}/readyz")).json()["status"] == "syncing"
+        except (httpx.HTTPError, KeyError):
+            return False
+
+    await until_async(not_synced, "the router says that it has no worker yet")
     response = await router.chat()
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_synced")
     await make_worker(port=port)
     await router.until_workers(1)
     assert (await router.chat()).status_code == 200

@@ -90,6 +90,13 @@ def test_a_service_that_is_not_served_has_no_revisions() -> None:
     assert fleet_report(None, router_id="r", synced=True, queued={}).revisions == {}
 
 
+def test_static_workers_answer_to_all_their_served_names() -> None:
+    w = worker(0, service="")
+    w.service = ("", "default")
+    w.record = msgspec.structs.replace(w.record, served_names=["smollm2", "demo/smollm2"])
+    assert set(name_table(static_services([w]))) == {"smollm2", "demo/smollm2"}
+
+
 def test_static_workers_that_name_no_service_form_one() -> None:
     bare = worker(0, service="")
     bare.service = ("", "default")
