@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, LoadReport
 from fleet_router import choice, errors
