@@ -38,8 +38,7 @@ async def serve(handover: Handover) -> int:
     app = create_app(link, settings.max_body_bytes)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # older uvicorn; newer ones capture in serve()
-    http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")
+    http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")  # serve() would take the signals
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     stopped = loop.create_task(stop.wait())
@@ -62,6 +61,7 @@ def main(argv: list[str]) -> int:
     handover = read_handover(argv)
     die_with_parent(handover.parent_pid)
     set_up_logging("control", handover.settings.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return asyncio.run(serve(handover))
 
 
