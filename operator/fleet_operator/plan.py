@@ -75,9 +75,35 @@ def plan(observed: Observed, spec: InferenceServiceSpec, defaults: Defaults, now
         pinned = templates.get(revision)
         if pinned is not None:
             objects += [_owned(observed, pinned.config), _owned(observed, pinned.service)]
-    marks: list[PodMark] = []
-    waiting: list[str] = []
-    wake: list[datetime] = []
+    moves = _moves(observed, steps, templates, target, now)
+    return Plan(
+        target=target,
+        goal=goal,
+        traffic=traffic,
+        phase=steps.phase,
+        states=states,
+        apply=(*objects, *moves.workloads),
+        pod_marks=tuple(moves.marks),
+        delete=(*_removed(observed, keep), *_old_history(observed, keep)),
+        draining=tuple(moves.waiting),
+        wake_at=min(moves.wake, default=None),
+        probe=_probes(observed, [r for r in {target, traffic} if r is not None]),
+    )
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What the StatefulSets of all revisions need next."""
+
+    workloads: list[Obj] = field(default_factory=list)
+    marks: list[PodMark] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)  # names of pods that are not idle
+    wake: list[datetime] = field(default_factory=list)  # deadlines
+
+
+def _moves(observed: Observed, steps: rollout.RolloutPlan, templates: Mapping[str, Template], target: str, now: datetime) -> _Moves:
+    """Each StatefulSet's next step towards the replicas that the rollout wants."""
+    moves = _Moves()
     live = {(w.revision, w.role): w for w in observed.workloads}
     for (revision, role), replicas in sorted(steps.replicas.items()):
         workload = live.get((revision, role))
@@ -86,7 +112,7 @@ def plan(observed: Observed, spec: InferenceServiceSpec, defaults: Defaults, now
         pinned = templates.get(revision)
         base = pinned.workloads[role] if pinned is not None else _bare(live[revision, role])
         if workload is None:
-            objects.append(_workload(observed, base, drain.DrainStep(replicas)))
+            moves.workloads.append(_workload(observed, base, drain.DrainStep(replicas)))
             continue
         pods = observed.pods_of(revision, role)
         step = drain.step(
@@ -98,24 +124,12 @@ def plan(observed: Observed, spec: InferenceServiceSpec, defaults: Defaults, now
             now=now,
             timeout_s=pinned.drain_s if pinned is not None else _drain_s(base),
         )
-        objects.append(_workload(observed, base, step))
+        moves.workloads.append(_workload(observed, base, step))
         by_uid = {p.uid: p for p in pods}
-        marks += [PodMark(by_uid[uid].name, uid, deadline) for uid, deadline in step.pod_marks.items()]
-        waiting += step.waiting_for
-        wake += [step.wake_at] if step.wake_at is not None else []
-    return Plan(
-        target=target,
-        goal=goal,
-        traffic=traffic,
-        phase=steps.phase,
-        states=states,
-        apply=tuple(objects),
-        pod_marks=tuple(marks),
-        delete=(*_removed(observed, keep), *_old_history(observed, keep)),
-        draining=tuple(waiting),
-        wake_at=min(wake, default=None),
-        probe=_probes(observed, [r for r in {target, traffic} if r is not None]),
-    )
+        moves.marks += [PodMark(by_uid[uid].name, uid, deadline) for uid, deadline in step.pod_marks.items()]
+        moves.waiting += step.waiting_for
+        moves.wake += [step.wake_at] if step.wake_at is not None else []
+    return moves
 
 
 def told_traffic(observed: Observed) -> str | None:
