@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, rid_of
 
 from fleet_contract import handoff
 from fleet_contract.handoff import Hello
@@ -18,6 +17,7 @@ from fleet_runtime.engine.simulated import PAGE_BYTES, SimulatedExecutor
 from fleet_runtime.scheduler.request import State
 from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
+from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, rid_of
 
 TICK_S = 0.1
 
@@ -100,7 +100,9 @@ Make = Callable[..., RealClockScheduler]
 def make() -> Iterator[Make]:
     made: list[RealClockScheduler] = []
 
-    def build(role: str, incarnation: str = "", *, pages: int = 128, flags: dict[str, object] | None = None, **settings: object) -> RealClockScheduler:
+    def build(
+        role: str, incarnation: str = "", *, pages: int = 128, flags: dict[str, object] | None = None, **settings: object
+    ) -> RealClockScheduler:
         worker = RealClockScheduler(
             flags_of(**{"pages": pages, "role": role, **(flags or {})}),  # type: ignore[arg-type]
             pages=pages,
