@@ -32,6 +32,7 @@ from fleet_runtime.transfer.base import (
     DecodeComplete,
     DecodeFailed,
     DecodeOpen,
+    Event,
     KvTransfer,
     PrefillAllocated,
     PrefillClosed,
@@ -102,6 +103,7 @@ class Scheduler:
     def _admit(self, message: Admit) -> None:
         request = self.book.enter(message)
         if request is None:
+            log.warning("request %s/%d was not accepted: it is here already, or was aborted before it came", message.rid, message.index)
             return
         with self._border(request):
             if self.draining:
@@ -156,13 +158,18 @@ class Scheduler:
             return
         self._transfer.beat()
         for event in self._transfer.poll():
-            match event:
-                case PrefillAllocated() | PrefillReceived() | PrefillFailed() | PrefillClosed():
-                    if self._prefill_legs is not None:
-                        self._prefill_legs.on_event(event)
-                case DecodeOpen() | DecodeComplete() | DecodeFailed() | DecodeClosed():
-                    if self._decode_legs is not None:
-                        self._decode_legs.on_event(event)
+            self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case PrefillAllocated() | PrefillReceived() | PrefillFailed() | PrefillClosed():
+                if (legs := self._prefill_legs) is not None and (request := legs.request_of(event)) is not None:
+                    with self._border(request):
+                        legs.on_event(request, event)
+            case DecodeOpen() | DecodeComplete() | DecodeFailed() | DecodeClosed():
+                if (decode := self._decode_legs) is not None and (request := decode.request_of(event)) is not None:
+                    with self._border(request):
+                        decode.on_event(request, event)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -52,6 +52,18 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert second.ids == first and second.cached_tokens == 48
 
 
+def test_a_prompt_is_shared_as_soon_as_its_chunks_are_computed() -> None:
+    worker = VirtualScheduler(flags_of(max_step_tokens=32))
+    ids = prompt(100)
+    first = worker.admit(rid_of(1), ids, 300)
+    for _ in range(2):
+        worker.scheduler.iterate()
+    second = worker.admit(rid_of(2), ids, 4)
+    while second.end is None:
+        worker.scheduler.iterate()
+    assert first.end is None and second.cached_tokens == 96
+
+
 def test_seeds_decide_sampled_tokens_whatever_else_runs() -> None:
     worker = VirtualScheduler()
     one = worker.answer(prompt(20), 16, temperature=0.8, seed=5)

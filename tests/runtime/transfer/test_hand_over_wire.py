@@ -176,6 +176,22 @@ def test_pages_of_an_aborted_room_are_kept_until_prefill_has_drained(decode: Rea
     peer.close()
 
 
+def test_a_room_that_ends_within_a_frame_writes_none_of_its_rest(decode: RealClockScheduler, prefill_end: PlayedPrefill) -> None:
+    peer, alloc = _alloc(decode, prefill_end)
+    data, crc = _pages()
+    message = Pages(room=1, generation=alloc.generation, first=0, count=3, crc=crc)
+    peer.send_raw(handoff.encode(message, 3 * PAGE_BYTES) + data[0])
+    _turn(decode, lambda: decode.transfer.counters.pages == 1, "the first page is written")
+    decode.scheduler.handle(m.Abort(rid=rid_of(1)))
+    peer.next(Abort)
+    before = [decode.executor.read_page(p) for p in alloc.pages[1:]]
+    peer.send_raw(data[1] + data[2])
+    peer.send(Drained(room=1, generation=alloc.generation))
+    _turn(decode, lambda: not decode.book.limbo, "the pages are free")
+    assert decode.transfer.counters.pages == 1 and data[1] not in before
+    peer.close()
+
+
 @pytest.mark.parametrize("end", ["closed", "failed"])
 def test_pages_of_an_aborted_room_are_free_once_prefill_is_gone_or_failed(decode: RealClockScheduler, prefill_end: PlayedPrefill, end: str) -> None:
     peer, alloc = _alloc(decode, prefill_end)
