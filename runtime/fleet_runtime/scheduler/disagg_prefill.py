@@ -64,7 +64,7 @@ class PrefillLegs:
 
     def _allocated(self, request: Request, event: PrefillAllocated) -> None:
         total = pages_for(request.prompt_tokens)
-        if event.prefix_pages > request.prefix_limit or event.prefix_pages + event.pages != total:
+        if not 0 <= event.prefix_pages <= request.prefix_limit or event.prefix_pages + event.pages != total:
             message = (
                 f"decode reserved {event.pages} pages behind a prefix of {event.prefix_pages}, but the prompt of {request.prompt_tokens} tokens "
                 f"has {total} pages; the two legs of room {event.room} carry different prompts"

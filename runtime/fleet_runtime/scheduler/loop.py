@@ -133,6 +133,10 @@ class Scheduler:
             self._transfer.reject(admit.room, admit.leg, admit.bootstrap, admit.prefill_incarnation, error)
 
     def _start_leg(self, request: Request) -> None:
+        if not 0 < request.admit.room < 2**63:
+            text = f"room {request.admit.room} is no room; a number from 1 to 2**63 - 1 is allowed (0 names the connection itself)"
+            self.book.fail(request, ApiError(400, text, code="invalid_room"))
+            return
         legs = self._prefill_legs if request.kind is Kind.PREFILL else self._decode_legs
         if legs is None:
             text = f"this worker's role is {self._flags.role}; it serves no {request.kind.value} leg"
@@ -144,7 +148,7 @@ class Scheduler:
         if self._transfer is None:
             return
         error = ApiError(message.status, message.message, type=message.type or errors.INVALID_REQUEST, code=message.code or "rejected")
-        for room in message.rooms:
+        for room in filter(None, message.rooms):
             self._transfer.reject(room, message.leg, message.bootstrap, message.prefill_incarnation, error)
 
     def drop_all(self, cause: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,11 +79,10 @@ def _held_pair(start: Start) -> tuple[SchedulerProcess, SchedulerProcess, Answer
 def test_kill_9_of_one_side_fails_the_rooms_of_the_other_at_once_and_frees_them(start: Start, victim: str) -> None:
     prefill, decode, first, second = _held_pair(start)
     dead, alive, answer = (prefill, decode, second) if victim == "prefill" else (decode, prefill, first)
-    begin = time.monotonic()
     dead.signal(signal.SIGKILL)
-    alive.wait_end(answer, 5)
-    assert time.monotonic() - begin < 2.5, "a closed connection is noticed at once, not by pings"
+    alive.wait_end(answer)
     assert (answer.failed.status, answer.failed.code) == (503, "transfer_failed")
+    assert "pings" not in answer.failed.message, "the closed connection is noticed, before any ping is missed"
     alive.wait_idle(5)
 
 

@@ -111,7 +111,7 @@ def make() -> Iterator[Workers]:
 
 @pytest.fixture
 def decode(make: Workers) -> RealClockScheduler:
-    return make("decode", tick_s=1.0)
+    return make("decode", tick_s=5.0)
 
 
 @pytest.fixture
@@ -362,6 +362,16 @@ def test_decodes_end_of_a_room_is_answered_by_drained(prefill: RealClockSchedule
 def test_an_alloc_for_another_incarnation_is_409(prefill: RealClockScheduler, peer: Peer) -> None:
     peer.send(Alloc(room=5, generation=9, prefill_incarnation="d" * 16, pages=[1, 2, 3]))
     assert (answer := peer.next(Failed)).status == 409 and answer.code == "stale_worker"
+
+
+@pytest.mark.parametrize(("prefix", "pages"), [(-1, 4), (3, 0), (0, 2), (0, 4), (2**40, 1)])
+def test_an_alloc_that_does_not_fit_the_prompt_is_refused(prefill: RealClockScheduler, peer: Peer, prefix: int, pages: int) -> None:
+    prefill.admit(rid_of(1), IDS, 4, leg="prefill", room=5)
+    peer.send(Alloc(room=5, generation=9, prefix_pages=prefix, pages=list(range(pages))))
+    answer = prefill.inbox.of(rid_of(1))
+    _turn(prefill, lambda: answer.end is not None and prefill.idle(), "the leg fails")
+    assert answer.failed.code == "room_mismatch"
+    assert peer.next(Failed).code == "room_mismatch"
 
 
 def test_prefill_frees_nothing_before_received(prefill: RealClockScheduler, peer: Peer) -> None:
