@@ -17,6 +17,8 @@ from fleet_runtime.scheduler.book import Book
 from fleet_runtime.scheduler.request import Kind, Request, State
 from fleet_runtime.transfer.base import DecodeClosed, DecodeComplete, DecodeFailed, DecodeOpen, KvTransfer
 
+DecodeEvent = DecodeOpen | DecodeComplete | DecodeFailed | DecodeClosed
+
 
 class DecodeLegs:
     """See the module. Called by the scheduler loop; `first_token` is the loop's handling of a sampled token."""
@@ -36,11 +38,12 @@ class DecodeLegs:
         request.room_open = True
         self._transfer.dial(request.generation, request.admit.room, request.admit.bootstrap, request.admit.prefill_incarnation)
 
-    def on_event(self, event: DecodeOpen | DecodeComplete | DecodeFailed | DecodeClosed) -> None:
-        """Acts on what the transfer says of a room."""
-        request = self._by_generation.get(event.generation)
-        if request is None:
-            return
+    def request_of(self, event: DecodeEvent) -> Request | None:
+        """The leg that an event speaks of; it may have ended."""
+        return self._by_generation.get(event.generation)
+
+    def on_event(self, request: Request, event: DecodeEvent) -> None:
+        """Acts on what the transfer says of a leg's room."""
         match event:
             case DecodeOpen():
                 if request.state is State.CONNECTING:

@@ -15,6 +15,8 @@ from fleet_runtime.scheduler.book import Book
 from fleet_runtime.scheduler.request import Kind, Request, State
 from fleet_runtime.transfer.base import KvTransfer, PrefillAllocated, PrefillClosed, PrefillFailed, PrefillReceived
 
+PrefillEvent = PrefillAllocated | PrefillReceived | PrefillFailed | PrefillClosed
+
 
 class PrefillLegs:
     """See the module. Called by the scheduler loop."""
@@ -35,11 +37,12 @@ class PrefillLegs:
         request.room_open = True
         self._transfer.expect(room)
 
-    def on_event(self, event: PrefillAllocated | PrefillReceived | PrefillFailed | PrefillClosed) -> None:
-        """Acts on what the transfer says of a room."""
-        request = self._by_room.get(event.room)
-        if request is None:
-            return
+    def request_of(self, event: PrefillEvent) -> Request | None:
+        """The leg that an event speaks of; it may have ended."""
+        return self._by_room.get(event.room)
+
+    def on_event(self, request: Request, event: PrefillEvent) -> None:
+        """Acts on what the transfer says of a leg's room."""
         match event:
             case PrefillAllocated():
                 if request.state is State.BOOTSTRAPPING:
@@ -61,7 +64,7 @@ class PrefillLegs:
 
     def _allocated(self, request: Request, event: PrefillAllocated) -> None:
         total = pages_for(request.prompt_tokens)
-        if event.prefix_pages > request.prefix_limit or event.prefix_pages + event.pages != total:
+        if not 0 <= event.prefix_pages <= request.prefix_limit or event.prefix_pages + event.pages != total:
             message = (
                 f"decode reserved {event.pages} pages behind a prefix of {event.prefix_pages}, but the prompt of {request.prompt_tokens} tokens "
                 f"has {total} pages; the two legs of room {event.room} carry different prompts"

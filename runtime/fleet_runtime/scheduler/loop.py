@@ -32,6 +32,7 @@ from fleet_runtime.transfer.base import (
     DecodeComplete,
     DecodeFailed,
     DecodeOpen,
+    Event,
     KvTransfer,
     PrefillAllocated,
     PrefillClosed,
@@ -102,6 +103,7 @@ class Scheduler:
     def _admit(self, message: Admit) -> None:
         request = self.book.enter(message)
         if request is None:
+            log.warning("request %s/%d was not accepted: it is here already, or was aborted before it came", message.rid, message.index)
             return
         with self._border(request):
             if self.draining:
@@ -131,6 +133,10 @@ class Scheduler:
             self._transfer.reject(admit.room, admit.leg, admit.bootstrap, admit.prefill_incarnation, error)
 
     def _start_leg(self, request: Request) -> None:
+        if not 0 < request.admit.room < 2**63:
+            text = f"room {request.admit.room} is no room; a number from 1 to 2**63 - 1 is allowed (0 names the connection itself)"
+            self.book.fail(request, ApiError(400, text, code="invalid_room"))
+            return
         legs = self._prefill_legs if request.kind is Kind.PREFILL else self._decode_legs
         if legs is None:
             text = f"this worker's role is {self._flags.role}; it serves no {request.kind.value} leg"
@@ -142,7 +148,7 @@ class Scheduler:
         if self._transfer is None:
             return
         error = ApiError(message.status, message.message, type=message.type or errors.INVALID_REQUEST, code=message.code or "rejected")
-        for room in message.rooms:
+        for room in filter(None, message.rooms):
             self._transfer.reject(room, message.leg, message.bootstrap, message.prefill_incarnation, error)
 
     def drop_all(self, cause: str) -> None:
@@ -156,13 +162,18 @@ class Scheduler:
             return
         self._transfer.beat()
         for event in self._transfer.poll():
-            match event:
-                case PrefillAllocated() | PrefillReceived() | PrefillFailed() | PrefillClosed():
-                    if self._prefill_legs is not None:
-                        self._prefill_legs.on_event(event)
-                case DecodeOpen() | DecodeComplete() | DecodeFailed() | DecodeClosed():
-                    if self._decode_legs is not None:
-                        self._decode_legs.on_event(event)
+            self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case PrefillAllocated() | PrefillReceived() | PrefillFailed() | PrefillClosed():
+                if (legs := self._prefill_legs) is not None and (request := legs.request_of(event)) is not None:
+                    with self._border(request):
+                        legs.on_event(request, event)
+            case DecodeOpen() | DecodeComplete() | DecodeFailed() | DecodeClosed():
+                if (decode := self._decode_legs) is not None and (request := decode.request_of(event)) is not None:
+                    with self._border(request):
+                        decode.on_event(request, event)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -48,6 +48,7 @@ class _Peer:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     link: Link | None = None
+    users: int = 0  # rooms that wait for the lock
 
 
 class _DialError(Exception):
@@ -136,19 +137,27 @@ class DecodeRooms:
 
     async def _link_to(self, bootstrap: str, incarnation: str) -> Link:
         peer = self._peers.setdefault(bootstrap, _Peer())
-        async with peer.lock:
-            link = peer.link
-            if link is not None and not link.closed and incarnation in ("", link.peer.incarnation):
+        peer.users += 1
+        try:
+            async with peer.lock:
+                link = peer.link
+                if link is None or link.closed or incarnation not in ("", link.peer.incarnation):
+                    link = peer.link = await self._dial(bootstrap, incarnation, link)
                 return link
-            try:
-                peer.link = await self._dial(bootstrap, incarnation, peer.link)
-            except RouteError as e:
-                raise _DialError(_gone(str(e))) from e
-            except HelloError as e:
-                raise _DialError(ApiError(503, str(e), type=errors.SERVER, code="incompatible_peer")) from e
-            except (OSError, FrameError, TimeoutError, asyncio.IncompleteReadError) as e:
-                raise _DialError(_gone(f"its transfer port cannot be reached: {e or type(e).__name__}")) from e
-            return peer.link
+        except RouteError as e:
+            raise _DialError(_gone(str(e))) from e
+        except HelloError as e:
+            raise _DialError(ApiError(503, str(e), type=errors.SERVER, code="incompatible_peer")) from e
+        except (OSError, FrameError, TimeoutError, asyncio.IncompleteReadError) as e:
+            raise _DialError(_gone(f"its transfer port cannot be reached: {e or type(e).__name__}")) from e
+        finally:
+            peer.users -= 1
+            self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Drops addresses that nobody waits for and that have no connection."""
+        for address in [a for a, peer in self._peers.items() if not peer.users and (peer.link is None or peer.link.closed)]:
+            del self._peers[address]
 
     async def _dial(self, bootstrap: str, incarnation: str, old: Link | None) -> Link:
         host, port = split_address(bootstrap)
@@ -250,11 +259,7 @@ class DecodeRooms:
     def on_closed(self, link: Link, cause: str) -> None:
         """The prefill worker is gone, or unreachable: it can write no more."""
         self.links.discard(link)
-        for peer in self._peers.values():
-            if peer.link is link:
-                peer.link = None
-        for address in [a for a, peer in self._peers.items() if peer.link is None and not peer.lock.locked()]:
-            del self._peers[address]
+        self._forget_unused()
         for state in [s for s in self._rooms.values() if s.link is link]:
             self._close(state, _gone(cause))
 

@@ -284,7 +284,9 @@ class PrefillRooms:
             text = f"decode worker {state.link.name} went silent about room {state.room}"
             return ApiError(503, text, type=errors.SERVER, code=errors.CODE_PEER_FAILED)
         if state.started is not None:
-            limit = settings.limit_s(tokens=16 * (state.size_bytes // max(1, self._shared.hello.page_bytes)), size_bytes=state.size_bytes)
+            hello = self._shared.hello
+            tokens = state.size_bytes // hello.page_bytes * hello.page_size
+            limit = settings.limit_s(tokens=tokens, size_bytes=state.size_bytes)
             if self._clock() - state.started > limit:
                 text = f"the hand-over of room {state.room} was not done {limit:.0f} s after its first page (--transfer-timeout)"
                 return ApiError(504, text, type=errors.TIMEOUT, code="transfer_timeout")
