@@ -97,16 +97,16 @@ class SimulatedExecutor:
         row_of_token = np.repeat(np.arange(rows), lengths)
         pages = batch.page_tables[row_of_token, batch.positions // PAGE_SIZE]
         self._pool[pages, batch.positions % PAGE_SIZE] = self._records(batch.token_ids, batch.positions)
-        tokens = np.zeros(rows, dtype=np.int32)
+        sums = np.zeros(rows, dtype=np.uint64)
         failed = np.zeros(rows, dtype=np.bool_)
         for row in np.flatnonzero(batch.sample):
             context = int(batch.context_lens[row])
             table = batch.page_tables[row, : -(-context // PAGE_SIZE)]
             kv = self._pool[table].reshape(-1, _WORDS)[:context]
+            sums[row] = kv.sum(dtype=np.uint64)
             if self._has_poison and bool((kv == _POISON).any()):
                 failed[row] = True
-                continue
-            tokens[row] = self._next_token(kv, context, float(batch.temperature[row]), batch.seed[row : row + 1])
+        tokens = self._next_tokens(sums, batch)
         self._sleep(self._seconds(lengths, batch.context_lens))
         return StepOutput(tokens, failed)
 
@@ -119,11 +119,12 @@ class SimulatedExecutor:
         return out
 
     @staticmethod
-    def _next_token(kv: U64, position: int, temperature: float, seed: U64) -> int:
-        state = _mix(kv.sum(dtype=np.uint64, keepdims=True).reshape(1))
-        if temperature > 0:
-            state = _mix(state ^ _mix(seed + np.uint64(position)))
-        return _FIRST_PRINTABLE + int(state[0] % np.uint64(_PRINTABLE))
+    def _next_tokens(sums: U64, batch: StepInput) -> npt.NDArray[np.int32]:
+        """[R] int32, printable; a sampled row also depends on its seed and position, and on nothing of the other rows."""
+        state = _mix(sums)
+        noise = _mix(batch.seed + batch.context_lens.astype(np.uint64))
+        state = np.where(batch.temperature > 0, _mix(state ^ noise), state)
+        return (_FIRST_PRINTABLE + (state % np.uint64(_PRINTABLE))).astype(np.int32)
 
     def _seconds(self, lengths: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32]) -> float:
         p = self._profile

@@ -114,7 +114,7 @@ def flags_of(pages: int = 64, **fields: object) -> RuntimeLaunch:
         "model": "simulated://",
         "context_length": pages * 16,
         "executor": "simulated",
-        "kv_cache_memory": pages * PAGE_BYTES,
+        "kv_cache_memory": max(pages, 64) * PAGE_BYTES,
         "debug_checks": True,
         **ports,
         **fields,
@@ -126,13 +126,19 @@ class VirtualScheduler:
     """The loop over a simulated executor that takes no time but that of the virtual clock."""
 
     def __init__(
-        self, flags: RuntimeLaunch | None = None, *, executor: Executor | None = None, transfer: KvTransfer | None = None, clock: Clock | None = None
+        self,
+        flags: RuntimeLaunch | None = None,
+        *,
+        executor: Executor | None = None,
+        transfer: KvTransfer | None = None,
+        clock: Clock | None = None,
+        pages: int = 0,
     ) -> None:
         self.flags = flags or flags_of()
         self.clock = clock or Clock()
         self.inbox = Inbox()
         profile = Profile(prefill_tokens_per_s=20_000, step_base_s=0.002, step_per_row_s=0.0001)
-        pages = self.flags.kv_cache_memory // PAGE_BYTES
+        pages = pages or self.flags.kv_cache_memory // PAGE_BYTES
         self.executor = executor or SimulatedExecutor(num_pages=pages, profile=profile, sleep=self.clock.advance)
         self.scheduler = Scheduler(self.flags, self.executor, self.inbox, clock=self.clock, transfer=transfer)
 
