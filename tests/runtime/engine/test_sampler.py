@@ -60,6 +60,11 @@ def test_top_p_keeps_the_token_that_crosses() -> None:
     assert nucleus(scores, 0.9).tolist() == [0, 1, 2]
 
 
+def test_a_set_whose_probability_is_exactly_p_is_enough() -> None:
+    assert nucleus(np.zeros(4), 0.5).tolist() == [0, 1]
+    assert nucleus(np.zeros(4), 0.25).tolist() == [0]
+
+
 def test_excluded_tokens_are_never_drawn() -> None:
     logits = np.full(200, -np.inf)
     logits[[3, 150]] = 0.0

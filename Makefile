@@ -1,0 +1,37 @@
+# `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-python up down status test check up-kill format clean
+PYTHON := .venv/bin/python
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+up: setup ## set up, start the local cluster, install the chart, run the quickstart and ask one question (root)
+	@$(PYTHON) -m fleet_local.quickstart
+
+down: setup-python ## end and remove the local cluster; only the cache stays (root)
+	@$(PYTHON) -m fleet_local.cli down
+
+status: ## what of the local cluster runs
+	@$(PYTHON) -m fleet_local.cli status
+
+setup: ## virtual environment, Debian packages, cluster binaries, bundled model; a second when all is there
+	@dev/setup
+
+setup-python: ## the virtual environment only
+	@dev/setup python
+
+test: setup ## lint, types, import contracts, all tests; the end-to-end tests start and remove a cluster of their own
+	@dev/test all
+
+check: setup-python ## the fast part of `test`: lint, types, import contracts, tests without model
+	@dev/test check
+
+up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
+	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere
+
+format: setup-python ## format the code and sort imports
+	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format .
+
+clean: ## remove what tools and set-up left in this folder (not the cache in ~/.cache/radixfleet)
+	@rm -rf .setup .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

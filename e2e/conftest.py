@@ -1,0 +1,32 @@
+"""End-to-end tests: a cluster by `fleet_local.pytest_plugin`, and the product installed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fleet_contract.names import ROUTER_SERVICE_NAME, ROUTER_SERVICE_PORT, SYSTEM_NAMESPACE
+from fleet_local.api import ClusterClient
+from fleet_local.cluster import LocalCluster
+from fleet_local.install import checkout, install_chart, local_values, registry_values
+from fleet_testing.fleet import Fleet
+
+pytest_plugins = ["fleet_local.pytest_plugin"]
+
+
+@pytest.fixture(scope="session")
+def fleet(cluster: ClusterClient, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """The chart installed on the run's cluster, and its endpoint on loopback."""
+    registry = request.config.getoption("--registry")
+    values = registry_values(registry, request.config.getoption("--tag")) if registry else local_values()
+    install_chart(cluster, checkout(), values)
+
+    def kubectl(*args: str, input: str | None = None) -> str:
+        return cluster.kubectl(*args, stdin=input).stdout
+
+    if isinstance(cluster, LocalCluster):
+        yield Fleet(kubectl, cluster.router_url.removesuffix("/v1"))
+        return
+    with cluster.published(SYSTEM_NAMESPACE, f"svc/{ROUTER_SERVICE_NAME}", ROUTER_SERVICE_PORT) as url:
+        yield Fleet(kubectl, url)
