@@ -226,3 +226,12 @@ def test_http_and_detokenizer_load_no_torch_and_no_transformers(runtime: Runtime
         assert runtime.child(who).nice() == 10
     maps = Path(f"/proc/{runtime.process.pid}/maps").read_text()
     assert "libtorch" not in maps and "uvloop" not in maps and "httptools" not in maps
+
+
+@pytest.mark.parametrize("path", [CHAT, COMP])
+def test_token_ids_come_on_request_streamed_and_not(runtime: Runtime, path: str) -> None:
+    text = "中é😀ok"
+    body = (chat(f"say:{text}") if path == CHAT else {"model": "tiny", "prompt": f"say:{text}", "max_tokens": 50}) | {"return_token_ids": True}
+    assert httpx.post(runtime.data + path, json=body).json()["choices"][0]["token_ids"] == list(text.encode())
+    streamed = [i for c in stream(runtime, path, body)[:-1] for i in c["choices"][0].get("token_ids", [])]
+    assert streamed == list(text.encode())
