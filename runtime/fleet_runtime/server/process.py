@@ -30,6 +30,7 @@ from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import StartError
 from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
+from fleet_runtime.priority import yield_to_engine
 from fleet_runtime.server.app import create_app
 from fleet_runtime.server.guard import Guard, protocol_class
 from fleet_runtime.server.state import HttpState, load_text_model
@@ -83,6 +84,7 @@ class HttpProcess:
         started = time.monotonic()
         self.state.text = await asyncio.to_thread(load_text_model, config)
         log.info("tokenizer loaded", extra=facts(seconds=round(time.monotonic() - started, 3)))
+        yield_to_engine()
         self.state.mailbox.send(m.SUPERVISOR, m.Ready(who=m.HTTP, pid=os.getpid()))
         self._background(self._become_ready())
         await self._stop.wait()
