@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -223,7 +224,8 @@ def test_http_and_detokenizer_load_no_torch_and_no_transformers(runtime: Runtime
     for who in ("http", "detokenizer"):
         maps = Path(f"/proc/{runtime.child(who).pid}/maps").read_text()
         assert "libtorch" not in maps and "tokenizers" in maps
-        assert runtime.child(who).nice() == 10
+        threads = [t.name for t in Path(f"/proc/{runtime.child(who).pid}/task").iterdir()]
+        assert {os.getpriority(os.PRIO_PROCESS, int(t)) for t in threads} == {10}
     maps = Path(f"/proc/{runtime.process.pid}/maps").read_text()
     assert "libtorch" not in maps and "uvloop" not in maps and "httptools" not in maps
 
