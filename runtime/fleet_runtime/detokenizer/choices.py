@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from fleet_runtime import messages as m
@@ -19,10 +19,10 @@ _REMEMBERED_STOPS: Final = 4096
 class _Choice:
     text: IncrementalText
     stops: StopFilter
-    has_stops: bool
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    unsent_ids: list[int] = field(default_factory=list)  # of tokens whose text is held
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Choices:
         if item.open is not None:
             tail = [i for i in item.open.prompt_tail if i not in self._special]
             text = IncrementalText(self._decode, tail)
-            self._open[key] = _Choice(text, StopFilter(item.open.stop), bool(item.open.stop), item.open.prompt_tokens)
+            self._open[key] = _Choice(text, StopFilter(item.open.stop), item.open.prompt_tokens)
             self._stopped.pop(key, None)
         choice = self._open.get(key)
         if choice is None:
@@ -90,6 +90,7 @@ class Choices:
             new = choice.text.push((token,)) if token not in self._special else ""
             passed, met = choice.stops.push(new)
             pieces.append(passed)
+            choice.unsent_ids.append(token)
             if met:
                 self._stop(key, choice, item, n, "".join(pieces), out)
                 return
@@ -98,15 +99,15 @@ class Choices:
             passed, met = choice.stops.push(choice.text.flush())
             pieces += [passed] if met else [passed, choice.stops.flush()]
             del self._open[key]
-            out.texts.append(self._text(item, choice, "".join(pieces), item.ids, "stop" if met else item.finish))
+            out.texts.append(self._text(item, choice, "".join(pieces), "stop" if met else item.finish))
         elif first or any(pieces):
-            out.texts.append(self._text(item, choice, "".join(pieces), item.ids, None))
+            out.texts.append(self._text(item, choice, "".join(pieces), None))
 
     def _stop(self, key: Key, choice: _Choice, item: m.Sampled, used: int, text: str, out: Output) -> None:
         """A stop string is complete with the `used`-th id of `item`: that id is the last that counts."""
         choice.completion_tokens += used
         del self._open[key]
-        out.texts.append(self._text(item, choice, text, item.ids[:used], "stop"))
+        out.texts.append(self._text(item, choice, text, "stop"))
         if item.finish is None:
             self._stopped[key] = None
             if len(self._stopped) > _REMEMBERED_STOPS:
@@ -114,7 +115,8 @@ class Choices:
             out.stopped.append(m.Stopped(rid=item.rid, index=item.index))
 
     @staticmethod
-    def _text(item: m.Sampled, choice: _Choice, text: str, ids: list[int], finish: str | None) -> m.Text:
+    def _text(item: m.Sampled, choice: _Choice, text: str, finish: str | None) -> m.Text:
+        ids, choice.unsent_ids = choice.unsent_ids, []
         return m.Text(
             rid=item.rid,
             index=item.index,

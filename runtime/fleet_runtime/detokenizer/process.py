@@ -22,6 +22,7 @@ from fleet_runtime.errors import StartError
 from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files
+from fleet_runtime.priority import yield_to_engine
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def serve(config: RuntimeConfig, incarnation: str) -> None:
     decode, special = load_decoder(config)
     choices = Choices(decode, special)
     mailbox = Mailbox(config.run_dir, m.DETOKENIZER, incarnation)
+    yield_to_engine()
     mailbox.send(m.SUPERVISOR, m.Ready(who=m.DETOKENIZER, pid=os.getpid()))
     log.info("tokenizer loaded", extra=facts(seconds=round(time.monotonic() - started, 3)))
     while True:

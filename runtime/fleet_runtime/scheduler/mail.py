@@ -15,6 +15,7 @@ from fleet_runtime import messages as m
 from fleet_runtime.messages import DETOKENIZER, HTTP, SCHEDULER, SUPERVISOR
 
 log = logging.getLogger(__name__)
+MAX_EARLY: Final = 10_000
 MAX_BURST: Final = 1000  # messages taken in one go, so that a flood cannot stop the steps
 
 
@@ -26,6 +27,8 @@ class Mail:
         self._run_dir = run_dir
         self._me = incarnation
         self.peers: dict[str, str] = {}  # process -> incarnation
+        self._gone: set[str] = set()  # incarnations that were peers
+        self._early: list[m.Message] = []  # addressed to us by senders that no `Peers` has named yet
         self._pull = context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.RCVHWM, 0)
         self._pull.bind(m.endpoint(run_dir, SCHEDULER))
@@ -44,18 +47,28 @@ class Mail:
                 frame = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            message = m.decode(frame)
-            if self._counts(message):
-                out.append(message)
-                self._follow(message)
+            self._sort_in(m.decode(frame), out)
         return out
+
+    def _sort_in(self, message: m.Message, out: list[m.Message]) -> None:
+        """Channels are not ordered among each other: mail of a peer may come before the `Peers` that names it, and waits for that."""
+        if self._counts(message):
+            out.append(message)
+            self._follow(message)
+            if isinstance(message, m.Peers):
+                early, self._early = self._early, []
+                for waiting in early:
+                    self._sort_in(waiting, out)
+        elif message.to == self._me and message.sender not in self._gone and len(self._early) < MAX_EARLY:
+            self._early.append(message)
 
     def _counts(self, message: m.Message) -> bool:
         match message:
             case m.Peers() | m.PeerDied() | m.Drain():
                 return message.to in ("", self._me)
             case m.Admit() | m.Abort() | m.RoomRejected():
-                # Without a detokenizer no answer could leave; http itself ends what it carries when it hears of that death.
+                # Without a detokenizer no answer could leave: it waits for the next `Peers`. Http aborts what it ended when it heard of that
+                # death, and such an Abort waits behind its Admit.
                 return message.to == self._me and message.sender == self.peers.get(HTTP) and DETOKENIZER in self.peers
             case m.Stopped():
                 return message.to == self._me and message.sender == self.peers.get(DETOKENIZER)
@@ -64,8 +77,13 @@ class Mail:
     def _follow(self, message: m.Message) -> None:
         """Keeps `peers` true while messages are read, so that the next one is judged rightly."""
         if isinstance(message, m.Peers):
+            self._gone |= set(self.peers.values()) - {message.http, message.detokenizer}
             self.peers = {HTTP: message.http, DETOKENIZER: message.detokenizer}
-        elif isinstance(message, m.PeerDied) and self.peers.get(message.who) == message.incarnation:
+        elif isinstance(message, m.PeerDied):
+            self._gone.add(message.incarnation)
+            self._early = [e for e in self._early if e.sender != message.incarnation]
+            if self.peers.get(message.who) != message.incarnation:
+                return
             del self.peers[message.who]
             if (socket := self._push.pop(message.who, None)) is not None:
                 socket.close(linger=0)

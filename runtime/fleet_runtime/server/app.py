@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleet_contract import names
-from fleet_contract.errors import NOT_FOUND, SERVER, ApiError
+from fleet_contract.errors import CODE_ABORTED, NOT_FOUND, SERVER, ApiError
 from fleet_contract.wire import RoutedHeaders, WireError, parse_routed_headers, split_ids_body
 from fleet_contract.worker import AbortAnswer, AbortRequest
 from fleet_runtime.logs import facts
@@ -85,6 +85,15 @@ def _error_response(error: ApiError, request_id: str) -> Response:
     return Response(error.body(request_id), error.status, headers, JSON_TYPE)
 
 
+def _reason(error: BaseException) -> ApiError:
+    """What a leg's peer is told of a request that ended before its admission."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ClientGone):
+        return ApiError(499, "the client closed the connection", code=CODE_ABORTED)
+    return ApiError(500, f"the worker failed on this request ({type(error).__name__})", type=SERVER, code="internal")
+
+
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _error_response(error, request.state.request_id)
@@ -147,13 +156,10 @@ def _add_generation(app: FastAPI, state: HttpState, *, internal: bool) -> None:
                 validate.refuse_bootstrap(body)
             generation = await build(state, request, body, ids)
             if request.aborted:
-                raise ApiError(499, request.aborted, code="aborted")
+                raise ApiError(499, request.aborted, code=CODE_ABORTED)
         except BaseException as e:
-            if isinstance(e, ApiError):
-                state.manager.reject(request, e)
-            elif isinstance(e, ClientGone):
-                state.manager.reject(request, ApiError(499, "the client closed the connection", code="aborted"))
-                state.metrics.disconnects += 1
+            state.metrics.disconnects += isinstance(e, ClientGone)
+            state.manager.reject(request, _reason(e))
             state.manager.release(request)
             raise
         return GenerationResponse(state, request, generation)

@@ -46,6 +46,9 @@ class Guard:
                 connection.abort()
             elif connection.reading_headers_s(now) > self.header_timeout_s:
                 self.ended["header_timeout"] += 1
+                if not connection.has_begun:  # connected ahead of its first request: not worth an answer
+                    connection.abort()
+                    continue
                 connection.refuse(ApiError(408, "the request's headers did not arrive in time", type=TIMEOUT, code="header_timeout"))
 
     def unsent_bytes(self) -> int:
@@ -90,6 +93,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._counting = _Transport(transport, self)
         self._header_bytes = 0
         self._too_large = False
+        self.has_begun = False  # a byte has come
         self._reading_since: float | None = time.monotonic()
         self._sent = 0
         self._sent_at = time.monotonic()
@@ -103,6 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.parser is None:
             return
+        self.has_begun = True
         super().data_received(data)
         if self._reading_since is not None:
             self._header_bytes += len(data)

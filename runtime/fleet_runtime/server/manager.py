@@ -176,9 +176,13 @@ class TokenizerManager:
             self.end_all(ApiError(503, message.cause, type=SERVER, code="worker_process_died", retry_after_s=1))
 
     def end_all(self, error: ApiError) -> None:
-        """Ends every admitted request: what carried them is gone, or their time is over."""
+        """Ends every admitted request: what carried them is gone, or their time is over. An `Admit` that the scheduler has not read yet
+        is followed by its `Abort`."""
         for state in list(self._states.values()):
             if state.open:
+                if not state.aborted:
+                    state.aborted = error.message
+                    self._channel.send(m.SCHEDULER, m.Abort(rid=state.rid, reason=error.message))
                 state.open.clear()
                 state.put(error)
                 self._forget_if_over(state)

@@ -21,6 +21,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from fleet_contract.errors import ApiError
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_contract.worker import StartFailure
 from fleet_runtime import heartbeat as hb
@@ -29,6 +30,7 @@ from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import StartError
 from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
+from fleet_runtime.priority import yield_to_engine
 from fleet_runtime.server.app import create_app
 from fleet_runtime.server.guard import Guard, protocol_class
 from fleet_runtime.server.state import HttpState, load_text_model
@@ -39,6 +41,8 @@ EXIT_START_FAILED: Final = 3
 _KEEP_ALIVE_S: Final = 75
 _FLUSH_S: Final = 2.0
 _BEAT_S: Final = 0.2
+_WARM_TRY_S: Final = 20.0
+_WARM_PAUSE_S: Final = 0.1
 
 
 class _Server(uvicorn.Server):
@@ -80,6 +84,7 @@ class HttpProcess:
         started = time.monotonic()
         self.state.text = await asyncio.to_thread(load_text_model, config)
         log.info("tokenizer loaded", extra=facts(seconds=round(time.monotonic() - started, 3)))
+        yield_to_engine()
         self.state.mailbox.send(m.SUPERVISOR, m.Ready(who=m.HTTP, pid=os.getpid()))
         self._background(self._become_ready())
         await self._stop.wait()
@@ -156,21 +161,29 @@ class HttpProcess:
             self._row.set(phase=hb.PHASE_READY)
 
     async def _warm_up(self) -> None:
+        """One token through scheduler and detokenizer, again if a process dies meanwhile. A refusal is an answer too: the way is open."""
         started = time.monotonic()
-        while True:
-            try:
-                request = self.state.manager.open(RoutedHeaders())
-                break
-            except Exception as e:
-                log.info("waiting to warm up", extra=facts(cause=str(e)))
-                await asyncio.sleep(0.2)
-        try:
-            self.state.manager.admit(request, [m.Admit(rid=request.rid, ids=encode_ids([0]), max_new=1, temperature=0.0)])
-            while request.open:
-                await self.state.manager.wait(request, time.monotonic() + 1.0)
-        finally:
-            self.state.manager.release(request)
+        while not await self._one_token():
+            log.warning("no answer to the first request yet; trying again")
         log.info("warm", extra=facts(seconds=round(time.monotonic() - started, 3)))
+
+    async def _one_token(self) -> bool:
+        manager = self.state.manager
+        try:
+            request = manager.open(RoutedHeaders())
+        except ApiError:  # a neighbour is being restarted, or the worker drains
+            await asyncio.sleep(_WARM_PAUSE_S)
+            return manager.draining
+        try:
+            manager.admit(request, [m.Admit(rid=request.rid, ids=encode_ids([0]), max_new=1, temperature=0.0)])
+            until = time.monotonic() + _WARM_TRY_S
+            while request.open and time.monotonic() < until:
+                if any(isinstance(item, ApiError) for item in await manager.wait(request, until)):
+                    return manager.draining
+            return not request.open
+        finally:
+            manager.cancel(request, "the first request took too long")
+            manager.release(request)
 
     async def _flush(self) -> None:
         """What is written leaves before the process ends."""

@@ -86,7 +86,8 @@ class GenerationResponse(Response):
             if isinstance(item, ApiError):
                 raise item
             if isinstance(item, m.Failed):
-                raise ApiError(item.status, item.message, type=item.type, code=item.code)
+                retry_s = 1 if item.status in (429, 503) else None
+                raise ApiError(item.status, item.message, type=item.type, code=item.code, retry_after_s=retry_s)
         if items and self._first_at is None:
             self._first_at = time.monotonic()
             self._state.metrics.first_token.observe(self._first_at - self._request.started_at)
@@ -150,7 +151,10 @@ class GenerationResponse(Response):
         """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
         if not self._request.admitted:
             self._state.manager.reject(self._request, error)
-        log.info("request failed", extra=facts(rid=self._request.rid, status=error.status, code=error.code, request_id=scope["state"]["request_id"]))
+        level = logging.WARNING if error.status in (500, 504) else logging.DEBUG
+        log.log(
+            level, "request failed", extra=facts(rid=self._request.rid, status=error.status, code=error.code, request_id=scope["state"]["request_id"])
+        )
         if not self._started:
             raise error  # the application's border answers it
         if (connection := scope["state"].get(CONNECTION)) is not None:

@@ -22,8 +22,6 @@ MODULES: Final = {
     m.DETOKENIZER: "fleet_runtime.detokenizer.process",
     m.HTTP: "fleet_runtime.server.process",
 }
-# Front-end work yields to the engine: a descheduled compute thread holds up every barrier of a step.
-NICE: Final = {m.SCHEDULER: 0, m.DETOKENIZER: 10, m.HTTP: 10}
 EXIT_START_FAILED: Final = 3  # the child wrote <process>.failure
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -81,20 +79,18 @@ def spawn(who: str, run_dir: str, *, fds: Sequence[int] = (), modules: Mapping[s
         stdin=subprocess.DEVNULL,
         pass_fds=tuple(fds),
         start_new_session=True,
-        preexec_fn=_before_exec(NICE[who], os.getpid()),
+        preexec_fn=_before_exec(os.getpid()),
     )
     return Child(who, incarnation, process)
 
 
-def _before_exec(nice: int, parent: int) -> Callable[[], None]:
+def _before_exec(parent: int) -> Callable[[], None]:
     """Runs in the child between fork and exec: only system calls, no locks, no imports."""
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # the supervisor died before prctl
             os._exit(1)
-        if nice:
-            os.nice(nice)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
     return prepare

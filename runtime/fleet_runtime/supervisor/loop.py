@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _IDLE_POLL_S: Final = 1.0
 _DRAIN_POLL_S: Final = 0.02
 _GOODBYE_S: Final = 3.0  # after the drain's deadline: http writes its last errors
+_START_TRIES: Final = 3  # restarts of http or the detokenizer before the worker was ever ready
 _STOP_S: Final = 3.0  # a child's time between SIGTERM and SIGKILL
 
 
@@ -187,6 +188,8 @@ class Supervisor:
             self._start_at[who] = now
         else:
             self._start_at[who] = now + self._backoffs[who].delay(now - child.started_at)
+            if not self._served and self._backoffs[who].failures > _START_TRIES:
+                raise StartError("Internal", f"{cause}, {self._backoffs[who].failures} times before it was ready; its log has the reason")
 
     def _introduce(self) -> None:
         """Tells everybody who lives, when all are ready and somebody is new. The http process, whose mail the others wait for, comes last."""

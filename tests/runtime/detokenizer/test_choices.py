@@ -8,13 +8,13 @@ from tokenizers import Tokenizer
 
 from fleet_runtime import messages as m
 from fleet_runtime.detokenizer.choices import Choices
-from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
+from fleet_runtime.models.simulated_tokenizer import SIMULATED_VOCAB_SIZE, simulated_tokenizer_files
 
 TOKENIZER = Tokenizer.from_buffer(simulated_tokenizer_files()["tokenizer.json"])
 
 
 def choices() -> Choices:
-    return Choices(lambda ids: str(TOKENIZER.decode(list(ids), skip_special_tokens=True)), range(256, 262))
+    return Choices(lambda ids: str(TOKENIZER.decode(list(ids), skip_special_tokens=True)), range(256, SIMULATED_VOCAB_SIZE))
 
 
 def sampled(text: bytes, done: int, finish: str | None = None, *, stop: list[str] | None = None, first: bool = False) -> m.Sampled:
@@ -79,3 +79,12 @@ def test_each_open_choice_ends_at_most_once(events: list[tuple[str, str, bytes]]
                 open_now.discard(rid)
         assert len(c) == len(open_now)
         c.check_integrity()
+
+
+def test_ids_of_held_text_come_with_the_next_text() -> None:
+    c = choices()
+    sent = [
+        t for part in (b"a", b"\xe4", b"\xb8", b"\xad", b"S", b"T", b"b") for t in c.push([sampled(part, 1, stop=["ST!"], first=part == b"a")]).texts
+    ]
+    sent += c.push([sampled(b"", 9, "stop")]).texts
+    assert [(t.text, bytes(t.ids)) for t in sent] == [("a", b"a"), ("中", "中".encode()), ("STb", b"STb"), ("", b"")]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -134,9 +136,8 @@ def test_held_text_is_sent_at_the_end(runtime: Runtime) -> None:
 
 
 def test_the_scheduler_gets_what_was_asked(runtime: Runtime) -> None:
-    httpx.post(
-        runtime.data + COMP, json={"model": "tiny", "prompt": "count:1", "temperature": 0, "top_p": 0.5, "seed": -1, "stop": "q", "max_tokens": 3}
-    )
+    options = {"temperature": 0, "top_p": 0.5, "seed": -1, "stop": "q", "max_tokens": 3}
+    httpx.post(runtime.data + COMP, json={"model": "tiny", "prompt": "count:1", **options})
     sent = runtime.sent("Admit")[-1]
     assert sent["ids"] == list(b"count:1") and sent["max_new"] == 3
     assert (sent["temperature"], sent["top_p"], sent["seed"], sent["stop"]) == (0.0, 0.5, 2**64 - 1, ["q"])
@@ -221,8 +222,18 @@ def test_all_metrics_have_help_and_are_fewer_than_30(runtime: Runtime) -> None:
 
 def test_http_and_detokenizer_load_no_torch_and_no_transformers(runtime: Runtime) -> None:
     for who in ("http", "detokenizer"):
-        maps = open(f"/proc/{runtime.child(who).pid}/maps").read()
+        maps = Path(f"/proc/{runtime.child(who).pid}/maps").read_text()
         assert "libtorch" not in maps and "tokenizers" in maps
-        assert runtime.child(who).nice() == 10
-    maps = open(f"/proc/{runtime.process.pid}/maps").read()
+        threads = [t.name for t in Path(f"/proc/{runtime.child(who).pid}/task").iterdir()]
+        assert {os.getpriority(os.PRIO_PROCESS, int(t)) for t in threads} == {10}
+    maps = Path(f"/proc/{runtime.process.pid}/maps").read_text()
     assert "libtorch" not in maps and "uvloop" not in maps and "httptools" not in maps
+
+
+@pytest.mark.parametrize("path", [CHAT, COMP])
+def test_token_ids_come_on_request_streamed_and_not(runtime: Runtime, path: str) -> None:
+    text = "中é😀ok"
+    body = (chat(f"say:{text}") if path == CHAT else {"model": "tiny", "prompt": f"say:{text}", "max_tokens": 50}) | {"return_token_ids": True}
+    assert httpx.post(runtime.data + path, json=body).json()["choices"][0]["token_ids"] == list(text.encode())
+    streamed = [i for c in stream(runtime, path, body)[:-1] for i in c["choices"][0].get("token_ids", [])]
+    assert streamed == list(text.encode())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_contract.names import ANNOTATION_DRAINING, ENV_NAMESPACE, ENV_POD_UID
+from fleet_runtime.errors import StartError
 from fleet_runtime.supervisor.facts import annotation, choose_threads, cpu_quota, drain_seconds, identity_from_env
 from fleet_runtime.supervisor.policy import BACKOFF_S, Backoff, SchedulerBudget, death_in_words
+from fleet_runtime.supervisor.prepare import make_run_dir
 
 V2 = "0::/kubepods/pod1/c1\n"
 V1 = "11:memory:/x\n4:cpu,cpuacct:/kubepods/pod1\n1:name=systemd:/\n"
@@ -109,6 +112,19 @@ def test_back_off_grows_is_bounded_and_forgets() -> None:
     delays = [backoff.delay(1.0) for _ in range(20)]
     assert delays == sorted(delays) and delays[0] == 0 and delays[-1] == BACKOFF_S[-1]
     assert backoff.delay(120.0) == 0
+
+
+def test_a_path_that_is_too_long_for_sockets_is_left_for_tmp(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    folder = Path(make_run_dir({"TMPDIR": str(deep)}))
+    assert folder.parent == Path("/tmp")
+    folder.rmdir()
+    folder = Path(make_run_dir({"TMPDIR": str(tmp_path)}))
+    assert folder.parent == tmp_path
+    with pytest.raises(StartError) as e:
+        make_run_dir({"TMPDIR": "/proc"})
+    assert e.value.reason == "CacheUnwritable" and "TMPDIR" in e.value.message
 
 
 def test_deaths_have_words() -> None:

@@ -1,6 +1,6 @@
 """A scheduler without engine that does what the prompt says; speaks `fleet_runtime.messages`. Run by `fake_runtime` as a child process.
 
-The words of a prompt (bytes as ids, specials ignored) are commands:
+The words of a prompt (bytes as ids, specials part words) are commands:
     say:TEXT        answers with these bytes, one token each ("_" stands for a space); finish `stop`
     count:N         answers with N tokens; finish `length`
     slow:MS         that long between tokens
@@ -34,7 +34,7 @@ class Row:
         self.admit = admit
         ids = decode_ids(admit.ids)
         self.prompt = ids
-        words = bytes(i for i in ids if i < 256).decode("utf-8", "replace").split()
+        words = bytes(i if i < 256 else 32 for i in ids).decode("utf-8", "replace").split()
         self.commands = dict(w.partition(":")[::2] for w in words)
         self.tokens = self._tokens()
         self.sent = 0
