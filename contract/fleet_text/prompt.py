@@ -57,7 +57,7 @@ class PromptEncoder:
     @classmethod
     def from_folder(cls, folder: Path) -> PromptEncoder:
         """Reads a Hugging Face model folder."""
-        return cls({n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()})
+        return cls(read_folder(folder))
 
     @classmethod
     def from_zip(cls, data: bytes) -> PromptEncoder:
@@ -105,14 +105,24 @@ class PromptEncoder:
         return tuple(sorted(set(found)))
 
 
-def zip_folder(folder: Path) -> bytes:
-    """The answer of `GET /tokenizer`: same bytes for the same files."""
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Those of TOKENIZER_FILES that a model folder has, by name."""
+    return {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()}
+
+
+def zip_files(files: Mapping[str, bytes]) -> bytes:
+    """The answer of `GET /tokenizer`: same bytes for the same files. Names that are not of TOKENIZER_FILES are left out."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
         for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                z.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+            if name in files:
+                z.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), files[name], zipfile.ZIP_DEFLATED)
     return out.getvalue()
+
+
+def zip_folder(folder: Path) -> bytes:
+    """`zip_files` of a model folder."""
+    return zip_files(read_folder(folder))
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def test_with_the_operator_gone_deleting_works_and_bad_yaml_is_still_refused(fle
             within_s=60,
             what="no operator pod",
         )
-        with pytest.raises(Exception, match="set either spec.unified, or both spec.prefill and spec.decode"):
+        with pytest.raises(Exception, match=r"set either spec\.unified, or both"):
             fleet.apply(simulated("bad", namespace, prefill=1))
         fleet.kubectl("delete", "infsvc", "doomed", "-n", namespace, "--timeout=60s")
         selector = f"{names.LABEL_SERVICE}=doomed"

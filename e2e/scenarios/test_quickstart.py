@@ -34,15 +34,15 @@ def user(text: str) -> list[dict[str, str]]:
 def agree(folder: Path, asked: list[tuple[list[dict[str, str]], dict[str, Any]]]) -> None:
     """Teacher-forced in f32: our greedy token is the argmax wherever the top two logits differ by more than the margin."""
     encoder = PromptEncoder.from_folder(folder)
-    total = Agreement(0, 0, 0)
+    found: list[Agreement] = []
     for messages, answer in asked:
         ids = answer["choices"][0]["token_ids"]
         assert ids, answer
-        got = teacher_forced(folder, encoder.encode_chat(messages), ids)
-        total = Agreement(total.compared + got.compared, total.within_margin + got.within_margin, total.mismatches + got.mismatches)
-    print(f"compared {total.compared} positions, {total.within_margin} within the margin, {total.mismatches} mismatches")
-    assert total.mismatches == 0
-    assert total.compared >= 0.95 * (total.compared + total.within_margin)
+        found.append(teacher_forced(folder, encoder.encode_chat(messages), ids))
+    compared, within = sum(f.compared for f in found), sum(f.within_margin for f in found)
+    print(f"compared {compared} positions, {within} within the margin")
+    assert [f.mismatches for f in found if f.mismatches] == []
+    assert compared >= 0.95 * (compared + within)
 
 
 def role(fleet: Fleet, name: str) -> dict[str, float]:

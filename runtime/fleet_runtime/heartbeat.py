@@ -26,6 +26,33 @@ _U64: Final = struct.Struct("<Q")
 _TEXT_AT: Final = 64
 BOARD_FILE: Final = "heartbeat"
 
+# What the scheduler counts, for http's /metrics. Names in `_total` only grow within one incarnation; the others are gauges. One u64 each,
+# behind the rows.
+COUNTERS: Final = (
+    "steps_total",
+    "prefilled_tokens_total",  # prompt tokens computed here; stays 0 on a worker that serves decode legs only
+    "decode_tokens_total",  # rows x steps of one token
+    "cached_tokens_total",  # prompt tokens found in the prefix cache at admission
+    "received_tokens_total",  # prompt tokens whose KV came from a prefill worker
+    "finished_requests_total",
+    "failed_requests_total",
+    "aborted_requests_total",
+    "running_requests",
+    "waiting_requests",
+    "pages_total",
+    "pages_free",
+    "pages_tree",
+    "pages_request",
+    "transfer_rooms_total",  # rooms that ended well, on either side
+    "transfer_failures_total",
+    "transfer_pages_total",
+    "transfer_bytes_total",
+    "transfer_checksum_failures_total",
+    "transfer_late_messages_total",  # of a generation that is over: ignored
+)
+_COUNTERS_AT: Final = _ROW_BYTES * len(_ROWS)
+_BOARD_BYTES: Final = _COUNTERS_AT + 8 * len(COUNTERS)
+
 
 class Row:
     """One process's row. Writers set fields; readers get them. `beat_ns` is CLOCK_MONOTONIC."""
@@ -89,12 +116,12 @@ class Board:
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as f:
-            self._memory = mmap.mmap(f.fileno(), _ROW_BYTES * len(_ROWS))
+            self._memory = mmap.mmap(f.fileno(), _BOARD_BYTES)
 
     @classmethod
     def create(cls, run_dir: str | Path) -> Board:
         path = Path(run_dir) / BOARD_FILE
-        path.write_bytes(bytes(_ROW_BYTES * len(_ROWS)))
+        path.write_bytes(bytes(_BOARD_BYTES))
         return cls(path)
 
     @classmethod
@@ -103,3 +130,13 @@ class Board:
 
     def row(self, process: str) -> Row:
         return Row(self._memory, _ROW_BYTES * _ROWS.index(process))
+
+    def set_counters(self, values: dict[str, int]) -> None:
+        """Written by the scheduler only: every name of COUNTERS that is in `values`."""
+        for i, name in enumerate(COUNTERS):
+            if name in values:
+                _U64.pack_into(self._memory, _COUNTERS_AT + 8 * i, values[name])
+
+    def counters(self) -> dict[str, int]:
+        """The scheduler's counters, by name."""
+        return {name: int(_U64.unpack_from(self._memory, _COUNTERS_AT + 8 * i)[0]) for i, name in enumerate(COUNTERS)}

@@ -1,0 +1,120 @@
+"""What routing needs of a request's JSON, and the token ids of its prompt. The rest of the body stays as the client sent it.
+
+Top-level values are kept raw until somebody needs them. Wrong types that only the runtime cares about are the runtime's to refuse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from fleet_contract.errors import ApiError
+from fleet_contract.prefix import chain_hashes
+from fleet_text.prompt import PromptEncoder, PromptError
+
+INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
+DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
+RESERVED_PREFIX: Final = "bootstrap_"
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+TOKENIZE: Final = "/tokenize"
+
+_top = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
+_any = msgspec.json.Decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A request as routing sees it."""
+
+    path: str
+    model: str
+    stream: bool
+    answer_tokens: int
+    fields: dict[str, msgspec.Raw]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
+
+    tokens: int
+    ids: list[int] | None = None
+    keys: tuple[int, ...] = ()
+
+
+def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed:
+    """Reads the top level. Raises ApiError 400 for what is no JSON object, names no model or carries reserved fields."""
+    try:
+        body.decode()  # raw values are not looked into
+        fields = _top.decode(body)
+    except msgspec.ValidationError:
+        raise ApiError(400, "the body has to be a JSON object", code="invalid_type") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
+    for name in fields:
+        if name.startswith(RESERVED_PREFIX):
+            raise ApiError(400, f"field {name[:60]!r} is reserved between router and workers; leave it out", code="reserved_field", param=name[:60])
+    model = _scalar(fields, "model")
+    if model is None and not model_required:
+        model = ""
+    if not isinstance(model, str) or (model_required and not model):
+        got = "is missing" if "model" not in fields else f"is {bytes(fields['model'])[:40].decode('utf-8', 'replace')}"
+        code = "missing_required_parameter" if "model" not in fields else "invalid_type"
+        raise ApiError(400, f"model {got}; a non-empty string is needed, see GET /v1/models", code=code, param="model")
+    wanted = _scalar(fields, "max_completion_tokens")
+    if wanted is None:
+        wanted = _scalar(fields, "max_tokens")
+    answer = min(wanted, 1 << 20) if isinstance(wanted, int) and wanted > 0 else DEFAULT_ANSWER_TOKENS
+    return Parsed(path, model, _scalar(fields, "stream") is True, answer, fields, body)
+
+
+async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, namespace: int) -> Prompt:
+    """Token ids and keys of the prompt.
+
+    Args:
+        parsed: of `parse_body`.
+        encoder: of the model revision that will serve; None while it is not here yet.
+        namespace: of `fleet_contract.prefix.namespace_hash`.
+    Returns:
+        Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
+    """
+    estimate = Prompt(max(1, len(parsed.body) // 4))
+    if encoder is None or parsed.path == TOKENIZE:
+        return estimate
+    if len(parsed.body) > INLINE_BYTES:
+        return await asyncio.to_thread(_encode, parsed, encoder, namespace) or estimate
+    return _encode(parsed, encoder, namespace) or estimate
+
+
+def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | None:
+    try:
+        if parsed.path == CHAT:
+            ids = encoder.encode_chat(_messages.decode(parsed.fields["messages"]))
+        else:
+            prompt = _any.decode(parsed.fields["prompt"])
+            if isinstance(prompt, str):
+                ids = encoder.encode(prompt, add_special_tokens=True)
+            elif isinstance(prompt, list) and prompt and all(type(t) is int and 0 <= t < 2**32 for t in prompt):
+                ids = prompt
+            else:
+                return None
+    except (KeyError, TypeError, ValueError, AttributeError, PromptError, msgspec.DecodeError):
+        return None  # malformed in a way that the runtime says best
+    if not ids:
+        return None
+    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)))
+
+
+def _scalar(fields: dict[str, msgspec.Raw], name: str) -> Any:
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    text = bytes(raw)
+    return {} if text[:1] in (b"{", b"[") else _any.decode(text)  # a container is no scalar, whatever it holds

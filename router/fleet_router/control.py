@@ -1,0 +1,70 @@
+"""The control process: FastAPI on the control port, and discovery. Started by the supervisor; everything it says comes over the link.
+
+Its death or slowness never touches the data path: the edge keeps the last table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from fleet_router.control_api import create_app
+from fleet_router.discovery import Discovery
+from fleet_router.kube import kubernetes_source
+from fleet_router.link import LinkClient
+from fleet_router.process import Handover, die_with_parent, read_handover, set_up_logging
+
+log = logging.getLogger(__name__)
+
+
+async def serve(handover: Handover) -> int:
+    """The process's life."""
+    settings = handover.settings
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    link = LinkClient(handover.link_name)
+    tasks = [loop.create_task(link.run(), name="link")]
+    if settings.kubernetes:
+        discovery = Discovery(lambda: kubernetes_source(settings.kubeconfig), link.send_news, settings.relist_interval)
+        tasks.append(loop.create_task(discovery.run(), name="discovery"))
+    app = create_app(link, settings.max_body_bytes)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # older uvicorn; newer ones capture in serve()
+    http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    stopped = loop.create_task(stop.wait())
+    done, _ = await asyncio.wait([http, stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    failed = [t for t in done if t is not stopped]
+    for task in failed:  # none of them ends by itself
+        log.error("task %s of the control process ended", task.get_name(), exc_info=task.exception())
+    server.should_exit = True
+    for task in tasks:
+        task.cancel()
+    stopped.cancel()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(4):
+            await asyncio.gather(http, *tasks, stopped, return_exceptions=True)
+    return 1 if failed else 0
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the child process."""
+    handover = read_handover(argv)
+    die_with_parent(handover.parent_pid)
+    set_up_logging("control", handover.settings.log_level)
+    return asyncio.run(serve(handover))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv)
+    logging.shutdown()
+    os._exit(code)

@@ -1,0 +1,112 @@
+"""The control port's endpoints (FastAPI): health, metrics, tables, probes and explanations. All answers come from the edge over the link."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from fleet_contract import errors as contract_errors
+from fleet_contract.errors import ApiError
+from fleet_contract.worker import ProbeAnswer, ProbeRequest
+from fleet_router import metrics
+from fleet_router.link import LinkClient, Reply
+
+JSON: Final = "application/json"
+MAX_PROBE_BYTES: Final = 64 << 10
+PROBE_TIMEOUT_S: Final = 28.0
+_CODES: Final = {404: (contract_errors.NOT_FOUND, "not_found"), 405: (contract_errors.INVALID_REQUEST, "method_not_allowed")}
+
+
+def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
+    """The application; `link` is connected elsewhere."""
+    app = FastAPI(title="radixfleet-router control", docs_url=None, redoc_url=None, openapi_url=None)
+
+    def error(e: ApiError) -> Response:
+        headers = {"Retry-After": str(e.retry_after_s)} if e.retry_after_s is not None else None
+        return Response(e.body(""), e.status, headers, JSON)
+
+    def passed(reply: Reply) -> Response:
+        return Response(reply.body, reply.status, media_type=JSON)
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_: Request, e: ApiError) -> Response:
+        return error(e)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, e: HTTPException) -> Response:
+        type_, code = _CODES.get(e.status_code, (contract_errors.INVALID_REQUEST, "invalid_request"))
+        return error(ApiError(e.status_code, f"{request.method} {request.url.path[:200]}: {e.detail}", type=type_, code=code))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, e: RequestValidationError) -> Response:
+        return error(ApiError(400, f"the request is not valid: {e.errors()[0]['msg']}"))
+
+    @app.exception_handler(Exception)
+    async def on_bug(_: Request, e: Exception) -> Response:
+        return error(ApiError(500, "the router failed on this request; see its log", type=contract_errors.SERVER, code="internal"))
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        return Response(b'{"status":"ok"}', media_type=JSON)
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        reply = await link.ask("ready", timeout_s=1.0)
+        state = msgspec.json.decode(reply.body, type=dict[str, str | bool])
+        return Response(reply.body, 200 if state.get("status") == "ready" else 503, media_type=JSON)
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        try:
+            reply = await link.ask("metrics")
+            text = metrics.render(msgspec.msgpack.decode(reply.body, type=metrics.Snapshot))
+        except ApiError:
+            text = metrics.render(None)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    @app.get("/workers")
+    async def workers() -> Response:
+        return passed(await link.ask("workers"))
+
+    @app.get("/fleet/{namespace}/{name}")
+    async def fleet(namespace: str, name: str) -> Response:
+        return passed(await link.ask("fleet", namespace, name))
+
+    @app.post("/fleet/{namespace}/{name}/probe")
+    async def probe(namespace: str, name: str, request: Request) -> Response:
+        body = await read_body(request, MAX_PROBE_BYTES)
+        try:
+            msgspec.json.decode(body, type=ProbeRequest)
+        except msgspec.DecodeError as e:
+            return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=f'the body has to be {{"revision": "..."}}: {e}')), media_type=JSON)
+        try:
+            reply = await link.ask("probe", namespace, name, body=body, timeout_s=PROBE_TIMEOUT_S)
+        except ApiError as e:
+            return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=e.message)), media_type=JSON)
+        if reply.status != 200:
+            return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=ApiError.from_body(reply.status, reply.body).message)), media_type=JSON)
+        return passed(reply)
+
+    @app.post("/debug/route")
+    async def route(request: Request) -> Response:
+        return passed(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
+
+    @app.get("/debug/route")
+    async def decisions() -> Response:
+        return passed(await link.ask("decisions"))
+
+    return app
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most `limit` bytes. Raises ApiError 413."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+    return bytes(body)

@@ -1,0 +1,60 @@
+"""Tokenizers by model revision, fetched from workers when they appear. Until one is here requests go as plain JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from fleet_contract.errors import ApiError
+from fleet_contract.prefix import namespace_hash
+from fleet_router.http_client import Pool, fetch
+from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError
+
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S: Final = 30.0
+RETRY_S: Final = 5.0
+MAX_KEPT: Final = 16
+
+
+class Encoders:
+    """At most one fetch per revision at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._ready: dict[str, tuple[PromptEncoder, int]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def get(self, model_revision: str) -> tuple[PromptEncoder | None, int]:
+        """The encoder, or None while it is not here, and the namespace of its prefix keys."""
+        return self._ready.get(model_revision, (None, 0))
+
+    def want(self, model_revision: str, host: str, port: int) -> None:
+        """A worker of this revision is ready: its tokenizer will be fetched unless it is here."""
+        if model_revision and model_revision not in self._ready and model_revision not in self._tasks:
+            task = asyncio.get_running_loop().create_task(self._fetch(model_revision, host, port))
+            self._tasks[model_revision] = task
+            task.add_done_callback(lambda _: self._tasks.pop(model_revision, None))
+
+    async def close(self) -> None:
+        """Ends fetches under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch(self, model_revision: str, host: str, port: int) -> None:
+        try:
+            status, data = await fetch(self._pool, host, port, "GET", "/tokenizer", timeout_s=FETCH_TIMEOUT_S, limit_bytes=MAX_TOKENIZER_ZIP_BYTES)
+            if status != 200:
+                raise TokenizerFilesError(f"GET /tokenizer answers {status}")
+            encoder = await asyncio.to_thread(PromptEncoder.from_zip, data)
+        except (ApiError, TokenizerFilesError) as e:
+            log.warning("no tokenizer for model revision %s yet: %s", model_revision, e)
+            await asyncio.sleep(RETRY_S)  # the next poll of a ready worker asks again
+            return
+        while len(self._ready) >= MAX_KEPT:
+            self._ready.pop(next(iter(self._ready)))
+        self._ready[model_revision] = (encoder, namespace_hash(model_revision))
+        log.info("tokenizer of model revision %s is here", model_revision)

@@ -1,0 +1,60 @@
+"""The router's own answers that are errors: each says what was wrong, what is allowed and how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fleet_contract import errors
+from fleet_contract.errors import ApiError
+
+
+def unknown_model(model: str, known: Iterable[str]) -> ApiError:
+    there = ", ".join(sorted(known)) or "none yet"
+    return ApiError(
+        404, f"model {model[:200]!r} does not exist here; there is: {there}", type=errors.NOT_FOUND, code="model_not_found", param="model"
+    )
+
+
+def no_ready_worker(service: str, waited_s: float) -> ApiError:
+    return ApiError(
+        503,
+        f"service {service} has no ready worker (waited {waited_s:.0f} s); try again, or look at `kubectl describe infsvc`",
+        type=errors.OVERLOADED,
+        code="no_ready_worker",
+        retry_after_s=2,
+    )
+
+
+def queue_full(service: str, limit: int) -> ApiError:
+    return ApiError(
+        503,
+        f"service {service} has no ready worker and {limit} requests wait for one already (--max-queue); try again",
+        type=errors.OVERLOADED,
+        code="queue_full",
+        retry_after_s=2,
+    )
+
+
+def worker_unreachable(worker: str, why: str) -> ApiError:
+    return ApiError(502, f"worker {worker} could not be reached: {why}", type=errors.SERVER, code="worker_unreachable")
+
+
+def worker_lost(worker: str, why: str) -> ApiError:
+    return ApiError(502, f"worker {worker} ended the connection before its answer was complete: {why}", type=errors.SERVER, code="worker_lost")
+
+
+def worker_timeout(worker: str, what: str, limit_s: float, flag: str) -> ApiError:
+    return ApiError(504, f"worker {worker} {what} within {limit_s:g} s ({flag})", type=errors.TIMEOUT, code="worker_timeout")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "this router is shutting down; send the request again", type=errors.OVERLOADED, code="shutting_down", retry_after_s=1)
+
+
+def internal() -> ApiError:
+    return ApiError(500, "the router failed on this request; its log has the cause under this request id", type=errors.SERVER, code="internal")
+
+
+def sse_event(error: ApiError, request_id: str) -> bytes:
+    """One event of a stream that says why it ends."""
+    return b"data: " + error.body(request_id) + b"\n\n"

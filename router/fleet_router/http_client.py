@@ -1,0 +1,345 @@
+"""HTTP/1.1 towards workers: connections kept alive per address, each carrying one request at a time for a `Sink`.
+
+Raw protocol on the event loop; httptools finds where an answer ends, its bytes go on unchanged. Called by relay (streams) and by
+`fetch` (small questions). A kept connection that turns out to be dead is replaced once, silently, when no answer byte came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import httptools
+
+from fleet_contract.errors import ApiError
+from fleet_router import errors
+
+CONNECT_TIMEOUT_S = 3.0
+IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
+STALE_S = 0.5  # a kept connection that ends so soon after a request was dead before it; later, the worker had taken it
+MAX_IDLE = 64
+MAX_HEAD_BYTES = 64 << 10
+
+
+class Sink(Protocol):
+    """What a request's answer flows into. After `on_end` or `on_lost` nothing more comes."""
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_lost(self, error: ApiError) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a worker."""
+
+    def __init__(self, pool: Pool, address: tuple[str, int]) -> None:
+        self.pool = pool
+        self.address = address
+        self.loop = asyncio.get_running_loop()
+        self.transport: asyncio.Transport | None = None
+        self.sink: Sink | None = None
+        self.idle_since = 0.0
+        self._sent_at = 0.0
+        self.reused = False
+        self.answered = False  # a byte of the present answer came
+        self._parser: Any = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = 0
+        self._status = 0
+        self._retry: tuple[bytes, ...] | None = None
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.sink is None:  # bytes nobody asked for
+            self.close()
+            return
+        self.answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            self._lose(f"it broke HTTP: {e}")
+
+    def eof_received(self) -> None:
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self.pool.drop(self)
+        stale = self.reused and not self.answered and self.loop.time() - self._sent_at < STALE_S
+        if self.sink is not None and stale and self._retry is not None:
+            sink, parts = self.sink, self._retry
+            self.sink = None
+            self.pool.redial(self.address, parts, sink)
+            return
+        self._lose(str(exc) if exc else "connection closed")
+
+    # -- httptools callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("headers are too long")
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        if self._status >= 200 and self.sink is not None:
+            lengths = [n for n, _ in self._headers if n.lower() in (b"content-length", b"transfer-encoding")]
+            if not lengths and self._status not in (204, 304):
+                self._lose("the answer has no length, so its end could not be told")
+                return
+            self.sink.on_head(self._status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self.sink is not None:
+            self.sink.on_body(data)
+
+    def on_message_complete(self) -> None:
+        if self._status < 200:
+            self._headers = []
+            return
+        sink, self.sink = self.sink, None
+        if self._parser.should_keep_alive() and self.transport is not None and not self.transport.get_write_buffer_size():
+            self.pool.keep(self)
+        else:
+            self.close()
+        if sink is not None:
+            sink.on_end()
+
+    # -- used by pool and relay
+
+    def send(self, parts: Sequence[bytes], sink: Sink) -> None:
+        """Writes one request. The bytes are kept until the first answer byte, for the silent second try."""
+        assert self.transport is not None and self.sink is None
+        self.sink, self.answered, self._headers, self._head_bytes = sink, False, [], 0
+        self._parser = httptools.HttpResponseParser(self)
+        self._retry = tuple(parts) if self.reused else None
+        self._sent_at = self.loop.time()
+        self.transport.writelines(parts)
+
+    def pause(self) -> None:
+        if self.transport is not None:
+            with contextlib.suppress(RuntimeError):
+                self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.transport is not None:
+            with contextlib.suppress(RuntimeError):
+                self.transport.resume_reading()
+
+    def close(self) -> None:
+        """Ends the connection at once; its sink hears nothing more."""
+        self.sink = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _lose(self, why: str) -> None:
+        sink = self.sink
+        self.close()
+        if sink is not None:
+            sink.on_lost(errors.worker_lost(f"{self.address[0]}:{self.address[1]}", why))
+
+
+class Handle:
+    """A request under way: the right to end it. Survives the silent reconnect."""
+
+    __slots__ = ("connection", "done", "task")
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.done = False
+
+    def close(self) -> None:
+        """Ends the request at once: nothing more reaches its sink."""
+        self.done = True
+        if self.task is not None:
+            self.task.cancel()
+        if self.connection is not None and self.connection.sink is not None:
+            self.connection.close()
+
+    def pause(self) -> None:
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self) -> None:
+        if self.connection is not None:
+            self.connection.resume()
+
+
+class _HandleSink:
+    """Passes an answer to the caller's sink while its handle is open, and knows which connection carries it."""
+
+    __slots__ = ("handle", "sink")
+
+    def __init__(self, handle: Handle, sink: Sink) -> None:
+        self.handle, self.sink = handle, sink
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.sink.on_head(status, headers)
+
+    def on_body(self, data: bytes) -> None:
+        self.sink.on_body(data)
+
+    def on_end(self) -> None:
+        self._finish()
+        self.sink.on_end()
+
+    def on_lost(self, error: ApiError) -> None:
+        self._finish()
+        self.sink.on_lost(error)
+
+    def _finish(self) -> None:
+        self.handle.done, self.handle.connection = True, None
+
+
+class Pool:
+    """Connections to all workers."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int], deque[Connection]] = {}
+        self._open: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, host: str, port: int, parts: Sequence[bytes], sink: Sink) -> Handle:
+        """Sends a request; returns at once. Its outcome, a failed connect included, reaches the sink."""
+        handle = Handle()
+        inner = _HandleSink(handle, sink)
+        connection = self._reusable((host, port))
+        if connection is not None:
+            handle.connection = connection
+            connection.send(parts, inner)
+        else:
+            self._dial((host, port), tuple(parts), inner)
+        return handle
+
+    def redial(self, address: tuple[str, int], parts: tuple[bytes, ...], sink: Sink) -> None:
+        """The second try of a request whose kept connection was dead."""
+        self._dial(address, parts, cast(_HandleSink, sink))
+
+    def keep(self, connection: Connection) -> None:
+        """Takes back a connection whose answer is complete."""
+        connection.resume()
+        idle = self._idle.setdefault(connection.address, deque())
+        connection.idle_since = connection.loop.time()
+        idle.append(connection)
+        if len(idle) > MAX_IDLE:
+            idle.popleft().close()
+
+    def drop(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.address)
+        if idle is not None:
+            with contextlib.suppress(ValueError):
+                idle.remove(connection)
+            if not idle:
+                self._idle.pop(connection.address, None)
+
+    async def close(self) -> None:
+        """Ends every connection and dial."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in list(self._open):
+            connection.close()
+
+    def _reusable(self, address: tuple[str, int]) -> Connection | None:
+        idle = self._idle.get(address)
+        while idle:
+            connection = idle.pop()
+            if connection.transport is None or connection.transport.is_closing():
+                continue
+            if connection.loop.time() - connection.idle_since > IDLE_LIFE_S:
+                connection.close()
+                continue
+            connection.reused = True
+            return connection
+        return None
+
+    def _dial(self, address: tuple[str, int], parts: tuple[bytes, ...], sink: _HandleSink) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect(address, parts, sink))
+        sink.handle.task = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, address: tuple[str, int], parts: tuple[bytes, ...], sink: _HandleSink) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(lambda: Connection(self, address), *address)
+        except (OSError, TimeoutError) as e:
+            why = "no connection within 3 s" if isinstance(e, TimeoutError) else str(e)
+            sink.handle.task = None
+            sink.on_lost(errors.worker_unreachable(f"{address[0]}:{address[1]}", why))
+            return
+        self._open.add(connection)
+        sink.handle.task = None
+        if sink.handle.done:
+            connection.close()
+            return
+        sink.handle.connection = connection
+        connection.send(parts, sink)
+
+
+class _Collect:
+    """Sink of `fetch`."""
+
+    def __init__(self, limit: int) -> None:
+        self.future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self.status = 0
+        self.body = bytearray()
+        self.limit = limit
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+        if len(self.body) > self.limit and not self.future.done():
+            self.future.set_exception(ApiError(502, f"the answer is longer than {self.limit} bytes", type="server_error", code="bad_worker_answer"))
+
+    def on_end(self) -> None:
+        if not self.future.done():
+            self.future.set_result((self.status, bytes(self.body)))
+
+    def on_lost(self, error: ApiError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+async def fetch(
+    pool: Pool, host: str, port: int, method: str, path: str, *, body: bytes = b"", timeout_s: float, limit_bytes: int = 1 << 20
+) -> tuple[int, bytes]:
+    """One small question to a worker. Raises ApiError when there is no whole answer within the time."""
+    sink = _Collect(limit_bytes)
+    handle = pool.start(host, port, request_parts(host, port, method, path, [], body, "application/json"), sink)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await sink.future
+    except TimeoutError:
+        raise errors.worker_timeout(f"{host}:{port}", f"did not answer {path}", timeout_s, "a fixed limit") from None
+    finally:
+        handle.close()
+
+
+def request_parts(
+    host: str, port: int, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, content_type: str
+) -> tuple[bytes, ...]:
+    """The bytes of a request: head, and body when there is one."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {f'[{host}]' if ':' in host else host}:{port}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    if body or method == "POST":
+        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"]
+    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+    return (head, body) if body else (head,)

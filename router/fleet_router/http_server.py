@@ -1,0 +1,483 @@
+"""HTTP/1.1 towards clients: one protocol object per connection, raw on the event loop, with every limit of the data port.
+
+httptools parses (and refuses ambiguous lengths); requests of one connection are answered in order, one at a time. The handler gets a
+`Request` and an `Exchange` to answer on. Limits: head and body size, time for head and body, time a client may leave an answer unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import httptools
+
+from fleet_contract import errors as contract_errors
+from fleet_contract.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER: Final = 256 << 10
+LOW_WATER: Final = 64 << 10
+MAX_PIPELINED: Final = 16
+LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
+
+_REASONS: Final = {
+    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
+    408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
+    422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
+    502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the data port; each is a flag."""
+
+    max_body_bytes: int
+    max_head_bytes: int
+    head_timeout_s: float
+    body_timeout_s: float
+    idle_timeout_s: float
+    write_timeout_s: float
+
+
+@dataclass(slots=True)
+class Request:
+    """One whole request."""
+
+    method: str
+    path: str
+    headers: list[tuple[bytes, bytes]]  # names in lower case
+    version: str
+    keep_alive: bool
+    request_id: str
+    body: bytes = b""
+    refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
+
+    def header(self, name: bytes) -> bytes | None:
+        """First value of a header; the name in lower case."""
+        return next((v for n, v in self.headers if n == name), None)
+
+
+Handler = Callable[[Request, "Exchange"], Coroutine[Any, Any, None]]
+
+
+@dataclass(eq=False)
+class ServerState:
+    """What all connections share."""
+
+    limits: Limits
+    handler: Handler
+    make_request_id: Callable[[bytes | None], str]
+    on_limit: Callable[[str], None]
+    connections: set[DataProtocol] = field(default_factory=set)
+    draining: bool = False
+
+
+class Exchange:
+    """The answer to one request. All writes are dropped once the client is gone; `on_gone` tells it at once."""
+
+    __slots__ = ("_chunked", "_protocol", "ended", "on_gone", "on_pause", "on_resume", "request", "started", "status")
+
+    def __init__(self, protocol: DataProtocol, request: Request) -> None:
+        self._protocol = protocol
+        self.request = request
+        self.started = False
+        self.ended = False
+        self.status = 0
+        self._chunked = False
+        self.on_gone: Callable[[], None] | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self._protocol.transport is None
+
+    @property
+    def paused(self) -> bool:
+        return self._protocol.write_paused
+
+    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """A whole answer."""
+        if self.ended:
+            return
+        assert not self.started
+        self.started = self.ended = True
+        self.status = status
+        head = self._head(status, content_type, extra, b"Content-Length: %d\r\n" % len(body))
+        self._protocol.write(head if self.request.method == "HEAD" else head + body)
+        self._protocol.answer_done(self)
+
+    def fail(self, error: ApiError) -> None:
+        """An answer that is an error."""
+        extra = ((b"Retry-After", str(error.retry_after_s).encode()),) if error.retry_after_s is not None else ()
+        self.respond(error.status, error.body(self.request.request_id), extra=extra)
+
+    def start_stream(self, content_type: bytes) -> None:
+        """Head of a stream: chunked, or until the connection ends for HTTP/1.0."""
+        assert not self.started
+        self.started = True
+        self.status = 200
+        self._chunked = self.request.version != "1.0"
+        if not self._chunked:
+            self.request.keep_alive = False
+        framing = b"Transfer-Encoding: chunked\r\n" if self._chunked else b""
+        self._protocol.write(self._head(200, content_type, ((b"Cache-Control", b"no-cache"),), framing))
+
+    def write(self, data: bytes) -> None:
+        """Bytes of a stream, unchanged."""
+        if self._chunked:
+            self._protocol.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._protocol.write(data)
+
+    def finish(self) -> None:
+        """The stream is complete."""
+        if self.ended:
+            return
+        self.ended = True
+        if self._chunked:
+            self._protocol.write(b"0\r\n\r\n")
+        self._protocol.answer_done(self)
+
+    def cut(self) -> None:
+        """The stream is not complete: the connection ends without the mark of an end."""
+        if self.ended:
+            return
+        self.ended = True
+        self.request.keep_alive = False
+        self._protocol.answer_done(self)
+
+    def _head(self, status: int, content_type: bytes, extra: tuple[tuple[bytes, bytes], ...], framing: bytes) -> bytes:
+        keep = self.request.keep_alive and not self._protocol.state.draining
+        self.request.keep_alive = keep
+        out = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: %b\r\n%b" % (
+            status, _REASONS.get(status, b"Status"), content_type, self.request.request_id.encode(), framing,
+        )  # fmt: skip
+        for name, value in extra:
+            out += name + b": " + value + b"\r\n"
+        if not keep:
+            out += b"Connection: close\r\n"
+        elif self.request.version == "1.0":
+            out += b"Connection: keep-alive\r\n"
+        return out + b"\r\n"
+
+
+class DataProtocol(asyncio.Protocol):
+    """One client connection."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+        self.loop = asyncio.get_running_loop()
+        self.transport: asyncio.Transport | None = None
+        self.write_paused = False
+        self.exchange: Exchange | None = None
+        self._waiting: deque[Request] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._written = 0
+        self._flushed = 0
+        self._closed_for_reading = False
+        self._in_message = False
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = 0
+        self._head_done = False
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._request: Request | None = None
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(HIGH_WATER, LOW_WATER)
+        self.state.connections.add(self)
+        self._arm(self.state.limits.head_timeout_s, self._head_late)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closed_for_reading:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._closed_for_reading = True  # the request itself was delivered, the rest is no HTTP of ours
+            for request in self._waiting:
+                request.keep_alive = False
+            if self.exchange is not None:
+                self.exchange.request.keep_alive = False
+        except httptools.HttpParserError as e:
+            cause = e.__context__
+            if isinstance(cause, ApiError):
+                self._refuse(cause)
+            elif not self._closed_for_reading and self._last_keeps_alive():
+                self._refuse(ApiError(400, f"this is no valid HTTP/1.1 request: {e}", code="invalid_http"))
+            self._closed_for_reading = True
+        self._next()
+
+    def eof_received(self) -> bool | None:
+        return None  # a client that ends its side is gone: nothing of ours would reach a closed socket
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._disarm()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._waiting.clear()
+        self.state.connections.discard(self)
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None and not exchange.ended:
+            exchange.ended = True
+            if exchange.on_gone is not None:
+                exchange.on_gone()
+            elif self._task is not None:
+                self._task.cancel()
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        if self.exchange is not None and self.exchange.on_pause is not None:
+            self.exchange.on_pause()
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self.exchange is not None and self.exchange.on_resume is not None:
+            self.exchange.on_resume()
+
+    # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self._begin()
+        self._in_message = True
+        if self._timer is None or self.exchange is None:
+            self._arm(self.state.limits.head_timeout_s, self._head_late)
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        self._url += url
+        self._check_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        self._check_head()
+        if not self._head_done:  # trailers mean nothing to us
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._head_done = True
+        version = self._parser.get_http_version()
+        request = Request(
+            self._parser.get_method().decode(), self._url.partition(b"?")[0].decode("latin-1"), self._headers, version,
+            bool(self._parser.should_keep_alive()), self.state.make_request_id(next((v for n, v in self._headers if n == b"x-request-id"), None)),
+        )  # fmt: skip
+        self._request = request
+        limit = self.state.limits.max_body_bytes
+        if version not in ("1.0", "1.1"):
+            raise ApiError(505, f"HTTP/{version} is not spoken here; send HTTP/1.1", code="invalid_http")
+        hosts = sum(1 for n, _ in self._headers if n == b"host")
+        if hosts > 1 or (not hosts and version == "1.1"):
+            raise ApiError(400, f"a request has one Host header; this one has {hosts}", code="invalid_http")
+        if (coding := request.header(b"transfer-encoding")) is not None and coding.strip().lower() != b"chunked":
+            raise ApiError(400, f"Transfer-Encoding is {coding[:40].decode('latin-1')!r}; chunked is allowed", code="invalid_http")
+        if (length := request.header(b"content-length")) is not None and int(length) > limit:
+            raise self._too_large(int(length))
+        if (expect := request.header(b"expect")) is not None and version == "1.1":
+            if expect.lower() != b"100-continue":
+                raise ApiError(417, "Expect allows 100-continue only", code="invalid_http")
+            if self.exchange is None and not self._waiting and self.transport is not None:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._arm(self.state.limits.body_timeout_s, self._body_late)
+
+    def on_body(self, data: bytes) -> None:
+        self._body_bytes += len(data)
+        if self._body_bytes > self.state.limits.max_body_bytes:
+            raise self._too_large(None)
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._disarm()
+        request = self._request
+        assert request is not None
+        request.body = b"".join(self._body)
+        self._body = []
+        self._waiting.append(request)
+        if len(self._waiting) >= MAX_PIPELINED and self.transport is not None:
+            with contextlib.suppress(RuntimeError):
+                self.transport.pause_reading()
+
+    # -- used by Exchange
+
+    def write(self, data: bytes) -> None:
+        """Bytes to the client; starts the watch on a client that does not read."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        self._written += len(data)
+        self.transport.write(data)
+        if self._write_timer is None:
+            self._flushed = self._written - self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
+
+    def answer_done(self, exchange: Exchange) -> None:
+        """The exchange is complete: next request, or the end of the connection."""
+        if self.exchange is exchange:
+            self.exchange = None
+        if self.transport is None:
+            return
+        if not exchange.request.keep_alive:
+            self._close()
+        else:
+            self.loop.call_soon(self._next)
+
+    def begin_drain(self) -> None:
+        """No further request on this connection; an idle one ends now."""
+        if self.exchange is None and not self._waiting and not self._in_message:
+            self._close()
+
+    # -- inside
+
+    def _begin(self) -> None:
+        self._url = b""
+        self._headers = []
+        self._head_bytes = self._body_bytes = 0
+        self._head_done = False
+        self._body = []
+        self._request = None
+
+    def _next(self) -> None:
+        if self.exchange is not None or self.transport is None or self.transport.is_closing():
+            return
+        if not self._waiting:
+            if self._closed_for_reading:
+                self._close()
+            elif not self._in_message:
+                if self.state.draining:
+                    self._close()
+                else:
+                    self._arm(self.state.limits.idle_timeout_s, self._idle_late)
+            return
+        if not self._in_message:
+            self._disarm()
+        request = self._waiting.popleft()
+        if len(self._waiting) < MAX_PIPELINED:
+            with contextlib.suppress(RuntimeError):
+                self.transport.resume_reading()
+        exchange = self.exchange = Exchange(self, request)
+        if request.refused is not None:
+            exchange.fail(request.refused)
+            return
+        self._task = self.loop.create_task(self._run(request, exchange))
+
+    async def _run(self, request: Request, exchange: Exchange) -> None:
+        try:
+            await self.state.handler(request, exchange)
+        except ApiError as e:
+            if not exchange.started:
+                exchange.fail(e)
+            else:
+                exchange.cut()
+        except Exception:  # the request border: logged and answered
+            log.exception("request failed", extra={"request_id": request.request_id})
+            if exchange.started:
+                exchange.cut()
+            else:
+                exchange.fail(ApiError(500, "the router failed on this request; its log has the cause", type=contract_errors.SERVER, code="internal"))
+
+    def _last_keeps_alive(self) -> bool:
+        """False when the last whole request said it is the last: what follows it is no request."""
+        if self._in_message:
+            return True
+        last = self._waiting[-1] if self._waiting else self.exchange.request if self.exchange is not None else None
+        return last is None or last.keep_alive
+
+    def _refuse(self, error: ApiError) -> None:
+        """Ends reading; the error is answered in its turn."""
+        self._closed_for_reading = True
+        self._in_message = False
+        self._disarm()
+        request = self._request
+        if request is None or (self._waiting and self._waiting[-1] is request):
+            request = Request("GET", "", [], "1.1", False, self.state.make_request_id(None))
+        request.refused, request.keep_alive = error, False
+        self._waiting.append(request)
+        self._next()
+
+    def _too_large(self, length: int | None) -> ApiError:
+        got = f"{length} bytes" if length is not None else "longer"
+        return ApiError(
+            413,
+            f"the request body is {got}; at most {self.state.limits.max_body_bytes} bytes are allowed (--max-body-bytes of the router)",
+            code="body_too_large",
+        )
+
+    def _check_head(self) -> None:
+        limit = self.state.limits.max_head_bytes
+        if self._head_bytes > limit:
+            raise ApiError(431, f"the request's head is longer than {limit} bytes", code="head_too_large")
+
+    def _arm(self, seconds: float, then: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, then)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _idle_late(self) -> None:
+        self.state.on_limit("idle_timeout")
+        self._close()
+
+    def _head_late(self) -> None:
+        self._timer = None
+        if self._in_message or self._head_bytes:
+            self._late("head", self.state.limits.head_timeout_s, "--head-timeout")
+        else:
+            self._idle_late()
+
+    def _body_late(self) -> None:
+        self._timer = None
+        self._late("body", self.state.limits.body_timeout_s, "--body-timeout")
+
+    def _late(self, part: str, seconds: float, flag: str) -> None:
+        self.state.on_limit(f"{part}_timeout")
+        text = f"the request's {part} did not arrive within {seconds:g} s ({flag} of the router)"
+        self._refuse(ApiError(408, text, type=contract_errors.TIMEOUT, code="request_timeout"))
+
+    def _check_write(self) -> None:
+        self._write_timer = None
+        transport = self.transport
+        if transport is None:
+            return
+        unread = transport.get_write_buffer_size()
+        if not unread:
+            return
+        flushed = self._written - unread
+        if flushed <= self._flushed:
+            self.state.on_limit("write_timeout")
+            transport.abort()
+            return
+        self._flushed = flushed
+        self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
+
+    def _close(self) -> None:
+        """Ends the connection after what is written; never waits longer than the limits."""
+        self._disarm()
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if self._closed_for_reading and self._request is not None and self._request.refused is not None:
+            with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
+                transport.write_eof()
+            self._timer = self.loop.call_later(LINGER_S, transport.abort)
+            return
+        if transport.get_write_buffer_size():
+            self._timer = self.loop.call_later(self.state.limits.write_timeout_s, transport.abort)
+        transport.close()

@@ -1,0 +1,91 @@
+"""Counters of the brain and their Prometheus text.
+
+Families (all start with `radixfleet_router_`): `requests_total{path,status}` answers by path and status class; `picks_total{role}`;
+`retries_total{reason}`; `aborts_total`; `client_gone_total`; `limits_total{limit}` connections ended by a limit of ours;
+`prompt_tokens_total`, `predicted_cached_tokens_total`, `cached_tokens_total` for prompts whose worker told what it had cached;
+`first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `workers{state}`, `index_keys`, `up`.
+Labels come from closed sets: no model, no client text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Final
+
+from msgspec import Struct, field
+
+BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_HELP: Final = {
+    "requests_total": "Answers of the data port by path and status class.",
+    "picks_total": "Choices of a worker by its role.",
+    "retries_total": "Attempts after a failed one, before the client's first byte.",
+    "aborts_total": "Abort calls to workers.",
+    "client_gone_total": "Clients that left before their answer was complete.",
+    "limits_total": "Connections ended by a limit of the router.",
+    "prompt_tokens_total": "Prompt tokens of requests whose worker told what it had cached.",
+    "predicted_cached_tokens_total": "Tokens that the index expected to be cached for them.",
+    "cached_tokens_total": "Tokens that were cached.",
+}
+
+
+class Snapshot(Struct):
+    """All numbers at one moment, for the control process."""
+
+    counters: list[tuple[str, tuple[tuple[str, str], ...], float]] = field(default_factory=list)
+    gauges: list[tuple[str, tuple[tuple[str, str], ...], float]] = field(default_factory=list)
+    first_byte: list[int] = field(default_factory=list)
+    first_byte_sum: float = 0.0
+
+
+class Counters:
+    """Counters of one process life."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._first_byte = [0] * (len(BUCKETS_S) + 1)
+        self._first_byte_sum = 0.0
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Adds to one counter."""
+        key = (name, tuple(labels.items()))
+        self._values[key] = self._values.get(key, 0) + amount
+
+    def observe_first_byte(self, seconds: float) -> None:
+        """Time from the whole request to the first byte of its answer."""
+        self._first_byte[bisect_left(BUCKETS_S, seconds)] += 1
+        self._first_byte_sum += seconds
+
+    def snapshot(self, gauges: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]) -> Snapshot:
+        """Everything, with the gauges that only the caller knows."""
+        return Snapshot(
+            [(n, labels, v) for (n, labels), v in self._values.items()],
+            [(n, labels, v) for (n, labels), v in gauges.items()],
+            list(self._first_byte),
+            self._first_byte_sum,
+        )
+
+
+def render(snapshot: Snapshot | None) -> str:
+    """Prometheus text format 0.0.4. None: the brain does not answer, only `up 0` is known."""
+    if snapshot is None:
+        return "# TYPE radixfleet_router_up gauge\nradixfleet_router_up 0\n"
+    lines: list[str] = []
+    for kind, rows in (("counter", snapshot.counters), ("gauge", snapshot.gauges)):
+        last = ""
+        for name, labels, value in sorted(rows):
+            if name != last:
+                if name in _HELP:
+                    lines.append(f"# HELP radixfleet_router_{name} {_HELP[name]}")
+                lines.append(f"# TYPE radixfleet_router_{name} {kind}")
+                last = name
+            inner = ",".join(f'{k}="{v}"' for k, v in labels)
+            lines.append(f"radixfleet_router_{name}{'{' + inner + '}' if inner else ''} {value:g}")
+    lines.append("# TYPE radixfleet_router_first_byte_seconds histogram")
+    total = 0
+    for limit, count in zip([*map(str, BUCKETS_S), "+Inf"], snapshot.first_byte, strict=True):
+        total += count
+        lines.append(f'radixfleet_router_first_byte_seconds_bucket{{le="{limit}"}} {total}')
+    lines.append(f"radixfleet_router_first_byte_seconds_sum {snapshot.first_byte_sum:g}")
+    lines.append(f"radixfleet_router_first_byte_seconds_count {total}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,214 @@
+"""Which workers there are and how they are: reads `/readyz` and `/worker` of every endpoint, and listens to their load reports.
+
+Lives on the edge's event loop. Endpoints come from flags (static) or discovery (pods); a worker's identity comes from its own record.
+Changes are told to the brain by one callback; the brain decides, this module only gathers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from fleet_contract import names
+from fleet_contract.errors import ApiError
+from fleet_contract.worker import LoadReport, WorkerRecord
+from fleet_router.http_client import Pool, fetch
+from fleet_router.observed import PodFacts
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S: Final = 2.0
+FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
+FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """One internal port we ask. `pod` is None in static mode."""
+
+    key: str
+    host: str
+    port: int
+    pod: PodFacts | None = None
+    record: WorkerRecord | None = None
+    healthy: bool = False
+    ever_healthy: bool = False
+    asked: bool = False
+    removed: bool = False
+    reason: str = ""
+    task: asyncio.Task[None] | None = None
+    wake: asyncio.Event | None = None
+    load_address: str = ""
+
+
+def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
+    """The state of an endpoint's worker, from facts only.
+
+    A pod that is going (deletion, annotation) drains; a pod that Kubernetes calls not ready, or that does not answer itself, is
+    starting before its first success and stalled after it.
+    """
+    pod = endpoint.pod
+    if endpoint.removed or (pod is not None and pod.terminal):
+        return "failed"
+    if draining or (pod is not None and (pod.deleting or pod.drain_deadline is not None)):
+        return "draining"
+    if endpoint.healthy and (pod is None or pod.ready):
+        return "ready"
+    return "stalled" if endpoint.ever_healthy else "starting"
+
+
+class Registry:
+    """All endpoints. `on_change(endpoint)` after each change of record or health; `on_load(topic, report)` for each load report."""
+
+    def __init__(
+        self, pool: Pool, *, poll_interval_s: float, on_change: Callable[[Endpoint], None], on_load: Callable[[str, LoadReport], None]
+    ) -> None:
+        self.endpoints: dict[str, Endpoint] = {}
+        self._pool = pool
+        self._poll_interval_s = poll_interval_s
+        self._on_change = on_change
+        self._on_load = on_load
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"load@")
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._listener: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to listen to load reports."""
+        self._listener = asyncio.get_running_loop().create_task(self._listen())
+
+    async def close(self) -> None:
+        """Ends all polling."""
+        for endpoint in list(self.endpoints.values()):
+            self.remove(endpoint.key)
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+        self._socket.close()
+        self._context.destroy(linger=0)
+
+    def set_static(self, addresses: list[tuple[str, int]]) -> None:
+        """The endpoints of static mode; they stay for the process's life."""
+        for host, port in addresses:
+            self._add(Endpoint(f"{host}:{port}", host, port))
+
+    def set_pods(self, pods: list[PodFacts]) -> None:
+        """The worker pods of a discovery snapshot: new ones are asked, gone ones are removed, changed ones are told on at once."""
+        wanted = {p.uid: p for p in pods if p.ip and not p.terminal}
+        for key in [k for k, e in self.endpoints.items() if k not in wanted or e.host != wanted[k].ip]:
+            self.remove(key)
+        for uid, pod in wanted.items():
+            endpoint = self.endpoints.get(uid)
+            if endpoint is None:
+                self._add(Endpoint(uid, pod.ip, names.RUNTIME_INTERNAL_PORT, pod))
+            elif endpoint.pod != pod:
+                endpoint.pod = pod
+                self._on_change(endpoint)
+                self.poke(uid)
+
+    def poke(self, key: str) -> None:
+        """Ask this endpoint again now: something about it is doubtful."""
+        endpoint = self.endpoints.get(key)
+        if endpoint is not None and endpoint.wake is not None:
+            endpoint.wake.set()
+
+    def suspect(self, key: str, why: str) -> None:
+        """A request found the worker unreachable or stale: not ready until it answers again."""
+        endpoint = self.endpoints.get(key)
+        if endpoint is not None:
+            if endpoint.healthy:
+                endpoint.healthy, endpoint.reason = False, why
+                self._on_change(endpoint)
+            self.poke(key)
+
+    def remove(self, key: str) -> None:
+        """The endpoint is no more."""
+        endpoint = self.endpoints.pop(key, None)
+        if endpoint is None:
+            return
+        endpoint.removed = True
+        if endpoint.task is not None:
+            endpoint.task.cancel()
+        self._connect_load(endpoint, "")
+        self._on_change(endpoint)
+
+    def _add(self, endpoint: Endpoint) -> None:
+        self.endpoints[endpoint.key] = endpoint
+        endpoint.wake = asyncio.Event()
+        endpoint.task = asyncio.get_running_loop().create_task(self._poll(endpoint))
+
+    async def _poll(self, endpoint: Endpoint) -> None:
+        assert endpoint.wake is not None
+        polls = 0
+        while True:
+            doubtful = endpoint.wake.is_set()
+            endpoint.wake.clear()
+            await self._ask(endpoint, full=doubtful or not endpoint.healthy or polls % FULL_READ_EVERY == 0)
+            polls += 1
+            pause = self._poll_interval_s if endpoint.healthy else min(FAST_POLL_S, self._poll_interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await endpoint.wake.wait()
+
+    async def _ask(self, endpoint: Endpoint, *, full: bool) -> None:
+        """One poll: health, and the record when it may have changed."""
+        record, reason = endpoint.record, ""
+        try:
+            status, body = await fetch(self._pool, endpoint.host, endpoint.port, "GET", "/readyz", timeout_s=ASK_TIMEOUT_S)
+            healthy = status == 200
+            reason = "" if healthy else f"/readyz answers {status}: {body[:200].decode('utf-8', 'replace')}"
+            if full or record is None:
+                record = await self._read_record(endpoint)
+        except (ApiError, msgspec.DecodeError) as e:
+            healthy, reason = False, str(e)
+        healthy = healthy and record is not None
+        changed = (healthy, record) != (endpoint.healthy, endpoint.record) or not endpoint.asked
+        endpoint.asked = True
+        endpoint.healthy, endpoint.record, endpoint.reason = healthy, record, reason
+        endpoint.ever_healthy = endpoint.ever_healthy or healthy
+        if changed and not endpoint.removed:
+            log.info("worker %s", "answers" if healthy else "is not ready", extra={"worker": endpoint.key, "reason": reason})
+            if record is not None and record.ports.load:
+                self._connect_load(endpoint, f"tcp://{f'[{endpoint.host}]' if ':' in endpoint.host else endpoint.host}:{record.ports.load}")
+            self._on_change(endpoint)
+
+    async def _read_record(self, endpoint: Endpoint) -> WorkerRecord | None:
+        status, body = await fetch(self._pool, endpoint.host, endpoint.port, "GET", "/worker", timeout_s=ASK_TIMEOUT_S)
+        if status != 200:
+            return endpoint.record
+        record = msgspec.json.decode(body, type=WorkerRecord)
+        ports = msgspec.structs.replace(record.ports, internal=endpoint.port)
+        return msgspec.structs.replace(record, ports=ports)
+
+    def _connect_load(self, endpoint: Endpoint, address: str) -> None:
+        if endpoint.load_address == address:
+            return
+        if endpoint.load_address:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(endpoint.load_address)
+        endpoint.load_address = address
+        if address:
+            self._socket.connect(address)
+
+    async def _listen(self) -> None:
+        decoder = msgspec.msgpack.Decoder(LoadReport)
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 2:
+                continue
+            try:
+                report = decoder.decode(frames[1])
+            except msgspec.DecodeError:
+                continue  # a newer writer's report that we cannot read: own picks count instead
+            self._on_load(frames[0].removeprefix(b"load@").decode("utf-8", "replace"), report)

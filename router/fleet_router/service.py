@@ -1,0 +1,353 @@
+"""The data port's endpoints: reads a request, finds its service, gets leases, runs attempts, answers. One coroutine per request.
+
+Retry happens here: only before the client's first byte, elsewhere or in a new room, never for a 4xx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from fleet_contract import errors as contract_errors
+from fleet_contract import names
+from fleet_contract.errors import CODE_STALE_WORKER, ApiError
+from fleet_contract.worker import ProbeAnswer
+from fleet_router import errors
+from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
+from fleet_router.brain import Brain, Lease, Want
+from fleet_router.choice import Ask
+from fleet_router.encoders import Encoders
+from fleet_router.http_client import Pool
+from fleet_router.http_server import Exchange, Request
+from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
+from fleet_router.settings import Settings
+from fleet_router.table import Service, Worker
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS: Final = 2  # of a request that a worker took
+MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
+PROBE_LIMIT_S: Final = 25.0
+_POSTS: Final = (CHAT, COMPLETIONS, TOKENIZE)
+_GETS: Final = ("/v1/models", "/livez", "/readyz")
+_reserved: Final = names.HEADER_PREFIX.lower().encode()
+
+
+@dataclass(slots=True)
+class Trail:
+    """What happened to one request so far."""
+
+    deadline: float  # loop time: the first token is due
+    wait_until: float  # loop time: it may wait for a worker until then
+    attempts: int = 0
+    undelivered: int = 0
+    excluded: set[Worker] | None = None
+    revision: str | None = None  # forced, by a probe
+
+
+class DataService:
+    """Handler of the data port."""
+
+    def __init__(self, settings: Settings, brain: Brain, encoders: Encoders, pool: Pool, suspect: Any) -> None:
+        self.settings = settings
+        self.brain = brain
+        self.encoders = encoders
+        self.pool = pool
+        self.aborter = Aborter(pool, brain.counters)
+        self._suspect = suspect  # (worker, why): the registry asks it again
+
+    async def handle(self, request: Request, exchange: Exchange) -> None:
+        """One request, from its last byte to the end of its answer."""
+        started = time.perf_counter()
+        try:
+            await self._route(request, exchange)
+        except ApiError as e:
+            if exchange.started:
+                exchange.cut()
+            else:
+                exchange.fail(e)
+        path = request.path if request.path in _POSTS or request.path in _GETS else "other"
+        self.brain.counters.add("requests_total", path=path, status=f"{exchange.status // 100}xx" if exchange.status else "gone")
+        if exchange.status == 200 and path in _POSTS:
+            log.debug("request done", extra={"request_id": request.request_id, "seconds": time.perf_counter() - started})
+
+    async def _route(self, request: Request, exchange: Exchange) -> None:
+        for name, _ in request.headers:
+            if name.startswith(_reserved):
+                text = name.decode("latin-1")
+                raise ApiError(
+                    400, f"header {text[:60]} is reserved between router and workers; leave it out", code="reserved_header", param=text[:60]
+                )
+        path, method = request.path, request.method
+        if path in _POSTS:
+            if method != "POST":
+                raise self._wrong_method(method, path, "POST")
+            await self._generate(request, exchange)
+        elif path in _GETS or path.startswith("/v1/models/"):
+            if method not in ("GET", "HEAD"):
+                raise self._wrong_method(method, path, "GET")
+            self._get(path, exchange)
+        else:
+            there = ", ".join((*_POSTS, *_GETS))
+            raise ApiError(404, f"there is no {path[:200]!r} here; there is: {there}", type=contract_errors.NOT_FOUND, code="not_found")
+
+    @staticmethod
+    def _wrong_method(method: str, path: str, allowed: str) -> ApiError:
+        return ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed")
+
+    def _get(self, path: str, exchange: Exchange) -> None:
+        if path == "/livez":
+            exchange.respond(200, b'{"status":"ok"}')
+        elif path == "/readyz":
+            ready = self.brain.synced and not self.brain.draining
+            exchange.respond(200 if ready else 503, msgspec.json.encode(self.readiness()))
+        elif path == "/v1/models":
+            exchange.respond(200, msgspec.json.encode({"object": "list", "data": self.models()}))
+        else:
+            wanted = path.removeprefix("/v1/models/").replace("%2F", "/").replace("%2f", "/")
+            model = next((m for m in self.models() if m["id"] == wanted), None)
+            if model is None:
+                raise errors.unknown_model(wanted, self.brain.table.names)
+            exchange.respond(200, msgspec.json.encode(model))
+
+    def readiness(self) -> dict[str, Any]:
+        """Body of /readyz."""
+        state = "draining" if self.brain.draining else "ready" if self.brain.synced else "syncing"
+        return {"status": state, "synced": self.brain.synced, "draining": self.brain.draining}
+
+    def models(self) -> list[dict[str, Any]]:
+        """All names that `model` may have."""
+        table = self.brain.table
+        return [
+            {"id": name, "object": "model", "created": _epoch(table.services[key].facts.created), "owned_by": "radixfleet"}
+            for name, key in sorted(table.names.items())
+        ]
+
+    # -- generation
+
+    async def _generate(self, request: Request, exchange: Exchange) -> None:
+        if self.brain.draining:
+            request.keep_alive = False
+        content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if content_type == names.CONTENT_TYPE_IDS.encode():
+            raise ApiError(
+                400,
+                f"Content-Type {names.CONTENT_TYPE_IDS} is reserved between router and workers; send application/json",
+                code="reserved_content_type",
+            )
+        if (coding := request.header(b"content-encoding")) is not None and coding.strip().lower() != b"identity":
+            raise ApiError(
+                415, f"Content-Encoding {coding[:40].decode('latin-1')!r} is not accepted; send the body as it is", code="unsupported_encoding"
+            )
+        parsed = parse_body(request.path, request.body, model_required=request.path != TOKENIZE)
+        request.body = b""
+        await self.serve(parsed, exchange, self._trail())
+
+    def _trail(self, limit_s: float = 1e9) -> Trail:
+        now = asyncio.get_running_loop().time()
+        return Trail(now + min(limit_s, self.settings.first_token_timeout), now + min(limit_s, self.settings.queue_timeout))
+
+    async def serve(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
+        """Attempts until the client has an answer. Raises ApiError for what could not be served."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        prompts: dict[str, Prompt] = {}
+        while True:
+            lease, prompt = await self._lease(parsed, exchange, trail, prompts)
+            with lease:
+                left = max(0.001, trail.deadline - loop.time())
+                attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout))
+                outcome = await attempt.run(parsed, prompt)
+            if outcome.gone:
+                self.brain.counters.add("client_gone_total")
+                return
+            if outcome.failure is not None:
+                failure = outcome.failure
+                self._note(failure)
+                if self._may_retry(failure, lease, trail):
+                    self.brain.counters.add("retries_total", reason="undelivered" if failure.undelivered else "failed")
+                    facts = {"request_id": exchange.request.request_id, "worker": failure.worker.name, "reason": failure.error.message}
+                    log.info("attempt failed, trying again", extra=facts)
+                    continue
+                self._answer_failure(failure, exchange)
+                return
+            self._answer(outcome, lease, exchange)
+            self.brain.counters.observe_first_byte((attempt.first_byte_at or loop.time()) - began)
+            return
+
+    async def _lease(self, parsed: Parsed, exchange: Exchange, trail: Trail, prompts: dict[str, Prompt]) -> tuple[Lease, Prompt]:
+        """Waits for a service with ready workers, reads the prompt for its revision, and picks."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            service = self.find(parsed.model)
+            excluded = trail.excluded or ()
+            revision = self.brain.choose_revision(service, excluded) if trail.revision is None else trail.revision
+            if revision is not None:
+                model_revision = self._model_revision(service, revision)
+                prompt = prompts.get(model_revision)
+                if prompt is None:
+                    encoder, namespace = self.encoders.get(model_revision)
+                    prompt = await read_prompt(parsed, encoder, namespace)
+                    prompts[model_revision] = prompt
+                want = Want(
+                    service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys, excluded,
+                    exchange.request.request_id, any_role=parsed.path == TOKENIZE,
+                )  # fmt: skip
+                lease = self.brain.pick(want)
+                if lease is not None:
+                    return lease, prompt
+            left = trail.wait_until - loop.time()
+            if left <= 0:
+                raise errors.no_ready_worker(service.label, loop.time() - began)
+            await self.brain.wait_change(service, left)
+
+    def find(self, model: str) -> Service:
+        """The service of a name; of no name when there is only one service. Raises 404."""
+        table = self.brain.table
+        service = table.resolve(model)
+        if service is None and not model and len(table.services) == 1:
+            service = next(iter(table.services.values()))
+        if service is None:
+            if not model:
+                raise ApiError(400, "model is missing; see GET /v1/models", code="missing_required_parameter", param="model")
+            if not self.brain.synced:
+                raise ApiError(
+                    503, "this router does not know its services yet; try again", type=contract_errors.OVERLOADED, code="not_synced", retry_after_s=1
+                )
+            raise errors.unknown_model(model, table.names)
+        return service
+
+    def _model_revision(self, service: Service, revision: str) -> str:
+        """Of the revision's ready workers; asks for its tokenizer when it is not here."""
+        for w in service.workers:
+            if w.routable and w.record.revision == revision:
+                self.encoders.want(w.record.model_revision, w.host, w.port)
+                return w.record.model_revision
+        return ""
+
+    def _note(self, failure: Failure) -> None:
+        """Tells registry and brain what a failure says about the worker."""
+        if failure.error.code in ("worker_unreachable", "worker_lost", CODE_STALE_WORKER, "worker_timeout"):
+            self._suspect(failure.worker, failure.error.message)
+        if failure.is_fault:
+            self.brain.blame(failure.worker)
+
+    def _may_retry(self, failure: Failure, lease: Lease, trail: Trail) -> bool:
+        """Decides, and excludes the worker that failed where others can serve."""
+        if failure.undelivered:
+            trail.undelivered += 1
+            return trail.undelivered <= MAX_UNDELIVERED
+        trail.attempts += 1
+        if not failure.retryable or trail.attempts >= MAX_ATTEMPTS:
+            return False
+        service = self.brain.table.services.get(lease.serving.worker.service)
+        if service is None:
+            return False
+        excluded = (trail.excluded or set()) | {failure.worker}
+        if self.brain.choose_revision(service, excluded) is not None:
+            trail.excluded = excluded
+            return True
+        return failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable  # the same workers, a new room
+
+    def _answer(self, outcome: Outcome, lease: Lease, exchange: Exchange) -> None:
+        for leg in lease.legs():
+            self.brain.praise(leg.worker)
+        if outcome.answer is not None:
+            exchange.respond(outcome.answer.status, outcome.answer.body, outcome.answer.content_type)
+
+    @staticmethod
+    def _answer_failure(failure: Failure, exchange: Exchange) -> None:
+        """The worker's own words where it had any, in the one shape."""
+        answer = failure.answer
+        if answer is None or failure.error.code == "bad_worker_answer":
+            exchange.fail(failure.error)
+            return
+        extra = ((b"Retry-After", answer.retry_after),) if answer.retry_after is not None else ()
+        exchange.respond(answer.status, answer.body, answer.content_type, extra)
+
+    # -- asked by the control process
+
+    async def probe(self, namespace: str, name: str, revision: str) -> ProbeAnswer:
+        """One short request through a revision, whatever its weight."""
+        service = self.brain.table.services.get((namespace, name))
+        if service is None:
+            return ProbeAnswer(ok=False, error=f"service {namespace}/{name} is not in this router's table")
+        if revision not in service.ready_units():
+            return ProbeAnswer(ok=False, error=f"revision {revision} of {namespace}/{name} has no ready worker (or pair) in this router's table")
+        model = next(n for n, key in self.brain.table.names.items() if key == service.facts.key and (not namespace or "/" in n))
+        body = msgspec.json.encode({"model": model, "prompt": "Hello", "max_tokens": 1, "stream": False, "temperature": 0})
+        exchange = ProbeExchange()
+        trail = self._trail(PROBE_LIMIT_S)
+        trail.revision = revision
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(PROBE_LIMIT_S):
+                await self.serve(parse_body(COMPLETIONS, body), exchange, trail)  # type: ignore[arg-type]
+        except ApiError as e:
+            return ProbeAnswer(ok=False, error=e.message)
+        except TimeoutError:
+            return ProbeAnswer(ok=False, error=f"no answer within {PROBE_LIMIT_S:g} s")
+        if exchange.status != 200:
+            return ProbeAnswer(ok=False, error=exchange.error or f"the worker answered {exchange.status}")
+        return ProbeAnswer(ok=True, ttft_ms=(time.perf_counter() - began) * 1000)
+
+    async def explain(self, body: bytes) -> dict[str, Any]:
+        """The decision for a request body, made by the same code, without sending or counting anything."""
+        parsed = parse_body(CHAT if b'"messages"' in body else COMPLETIONS, body)
+        service = self.find(parsed.model)
+        revision = self.brain.choose_revision(service)
+        if revision is None:
+            raise errors.no_ready_worker(service.label, 0)
+        encoder, namespace = self.encoders.get(self._model_revision(service, revision))
+        prompt = await read_prompt(parsed, encoder, namespace)
+        decision = self.brain.explain(Want(service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys))
+        if decision is None:
+            raise errors.no_ready_worker(service.label, 0)
+        return {**decision.as_json(), "tokenized": prompt.ids is not None}
+
+
+class ProbeExchange:
+    """Where a probe's answer goes: looks like an Exchange whose client never leaves."""
+
+    def __init__(self) -> None:
+        self.request = Request("POST", COMPLETIONS, [], "1.1", True, f"probe-{time.monotonic_ns():x}")
+        self.started = self.ended = self.gone = self.paused = False
+        self.status = 0
+        self.error = ""
+        self.on_gone: object = None
+        self.on_pause: object = None
+        self.on_resume: object = None
+
+    def respond(self, status: int, body: bytes, content_type: bytes = b"", extra: object = ()) -> None:
+        self.status = status
+        if status != 200:
+            self.error = ApiError.from_body(status, body).message
+
+    def fail(self, error: ApiError) -> None:
+        self.status, self.error = error.status, error.message
+
+    def start_stream(self, content_type: bytes) -> None:
+        self.status = 200
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.ended = True
+
+    def cut(self) -> None:
+        self.status, self.error = 502, "the stream was cut"
+
+
+def _epoch(created: str) -> int:
+    try:
+        return int(datetime.fromisoformat(created).timestamp()) if created else 0
+    except ValueError:
+        return 0

@@ -1,0 +1,163 @@
+"""The flags of `radixfleet-router`, read once into one frozen object that every process gets."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from fleet_contract import names
+
+MAX_QUEUE_TIMEOUT_S = 30.0
+
+
+class BadFlag(ValueError):
+    """The command line is wrong; the message says which flag, what it got, what is allowed."""
+
+
+class Settings(Struct, frozen=True):
+    """Resolved settings. Times in seconds."""
+
+    router_id: str = "router"
+    kubernetes: bool = False
+    kubeconfig: str = ""
+    static: tuple[str, ...] = ()
+    host: str = "0.0.0.0"
+    data_port: int = names.ROUTER_DATA_PORT
+    control_host: str = "0.0.0.0"
+    control_port: int = names.ROUTER_CONTROL_PORT
+    max_body_bytes: int = 64 << 20
+    max_head_bytes: int = 32 << 10
+    head_timeout: float = 15.0
+    body_timeout: float = 30.0
+    idle_timeout: float = 75.0
+    write_timeout: float = 60.0
+    queue_timeout: float = 4.0
+    max_queue: int = 1024
+    first_token_timeout: float = 120.0
+    silence_timeout: float = 60.0
+    drain_timeout: float = 60.0
+    drain_delay: float = 0.0
+    poll_interval: float = 1.0
+    relist_interval: float = 300.0
+    announce: str = ""
+    log_level: str = "info"
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.05 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} given; seconds between 0.05 and 86400 are allowed")
+    return value
+
+
+def _delay(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else _seconds(text)
+
+
+def _queue_seconds(text: str) -> float:
+    value = 0.0 if text in ("0", "0.0") else _seconds(text)
+    if value > MAX_QUEUE_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"{text!r} given; at most {MAX_QUEUE_TIMEOUT_S:g} seconds are allowed")
+    return value
+
+
+def _count(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} given; a number between {low} and {high} is allowed")
+        return int(text)
+
+    return parse
+
+
+# Flag, how it is read, what it means. Grouped as --help shows them; defaults are those of Settings.
+_FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...]]] = {
+    "addresses (port 0: any free one, see --announce)": (
+        ("host", str, "ADDRESS", "address of the data port"),
+        ("data_port", _count(0, 65535), "PORT", "OpenAI API"),
+        ("control_host", str, "ADDRESS", "address of the control port"),
+        ("control_port", _count(0, 65535), "PORT", "health, metrics, tables"),
+    ),
+    "limits": (
+        ("max_body_bytes", _count(1024, 1 << 30), "BYTES", "largest request body"),
+        ("max_head_bytes", _count(1024, 1 << 20), "BYTES", "longest request head"),
+        ("head_timeout", _seconds, "SECONDS", "for a request's head"),
+        ("body_timeout", _seconds, "SECONDS", "for a request's body"),
+        ("idle_timeout", _seconds, "SECONDS", "for the next request of a connection"),
+        ("write_timeout", _seconds, "SECONDS", "that a client may leave an answer unread"),
+        ("queue_timeout", _queue_seconds, "SECONDS", "that a request waits for a ready worker; at most 30"),
+        ("max_queue", _count(0, 1_000_000), "N", "requests that wait so"),
+        ("first_token_timeout", _seconds, "SECONDS", "until a worker's first token"),
+        ("silence_timeout", _seconds, "SECONDS", "between two parts of a worker's stream"),
+    ),
+    "life": (
+        ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
+        ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until load balancers know"),
+        ("poll_interval", _seconds, "SECONDS", "between two health checks of a worker"),
+        ("relist_interval", _seconds, "SECONDS", "between two full lists from the API server"),
+    ),
+}
+
+
+def split_url(url: str) -> tuple[str, int]:
+    """Host and port of a static worker. Raises BadFlag."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as e:
+        raise BadFlag(f"--static has {url!r}: {e}") from e
+    if parts.scheme != "http" or not host or not port or parts.path not in ("", "/") or parts.query or parts.username:
+        raise BadFlag(f"--static has {url!r}; http://HOST:PORT of a runtime's internal port is allowed, as in http://127.0.0.1:40001")
+    return host, port
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise BadFlag(f"{message}; see radixfleet-router --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags with their help."""
+    d = Settings()
+    about_us = "One OpenAI endpoint for a fleet of workers, chosen by cached prefix and load."
+    p = _Parser("radixfleet-router", description=about_us, allow_abbrev=False)
+    where = p.add_argument_group("where workers come from (one of)")
+    where.add_argument("--kubernetes", action="store_true", help="InferenceServices and worker pods of the cluster")
+    where.add_argument("--kubeconfig", default="", metavar="FILE", help="with --kubernetes: this file instead of the pod's service account")
+    where.add_argument("--static", action="append", default=[], metavar="URL[,URL...]", help="internal URLs of runtimes; may be repeated")
+    for title, flags in _FLAGS.items():
+        group = p.add_argument_group(title)
+        for name, read, unit, text in flags:
+            default = getattr(d, name)
+            group.add_argument("--" + name.replace("_", "-"), type=read, default=default, metavar=unit, help=f"{text} (default {default})")
+    about = p.add_argument_group("about this process")
+    about.add_argument("--announce", default="", metavar="FILE", help='gets {"dataPort", "controlPort", "pid"} once both ports are bound')
+    about.add_argument("--router-id", default="", metavar="ID", help=f"name of this router (default ${names.ENV_POD_NAME}, else random)")
+    levels = ("debug", "info", "warning", "error")
+    about.add_argument("--log-level", choices=levels, default=d.log_level, help=f"least level that is logged (default {d.log_level})")
+    return p
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Reads the command line. Raises BadFlag with a sentence; `--help` prints and exits."""
+    a = vars(build_parser().parse_args(argv))
+    urls = tuple(dict.fromkeys(u.strip() for part in a.pop("static") for u in part.split(",") if u.strip()))
+    if a["kubernetes"] == bool(urls):
+        raise BadFlag("give one of --kubernetes and --static URL[,URL...]: where do workers come from?")
+    if a["kubeconfig"] and not a["kubernetes"]:
+        raise BadFlag("--kubeconfig needs --kubernetes")
+    for url in urls:
+        split_url(url)
+    router_id = a.pop("router_id") or os.environ.get(names.ENV_POD_NAME, "") or f"router-{secrets.token_hex(4)}"
+    if len(router_id) > 100 or not all(c.isascii() and (c.isalnum() or c in "-._") for c in router_id):
+        raise BadFlag(f"--router-id is {router_id[:100]!r}; up to 100 letters, digits and -._ are allowed")
+    return Settings(router_id=router_id, static=urls, **a)

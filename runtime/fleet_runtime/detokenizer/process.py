@@ -1,0 +1,92 @@
+"""The detokenizer process: tokens of the scheduler become text for http. `python -m fleet_runtime.detokenizer.process RUN_DIR INCARNATION`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from fleet_contract.worker import StartFailure
+from fleet_runtime import heartbeat as hb
+from fleet_runtime import messages as m
+from fleet_runtime.config import RuntimeConfig
+from fleet_runtime.detokenizer.choices import Choices
+from fleet_runtime.detokenizer.incremental import Decode
+from fleet_runtime.errors import StartError
+from fleet_runtime.logs import facts, set_up_logging
+from fleet_runtime.mailbox import Mailbox
+from fleet_runtime.models.files import ModelFiles, load_text_files
+
+log = logging.getLogger(__name__)
+
+EXIT_START_FAILED: Final = 3
+_POLL_MS: Final = 500
+
+
+def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
+    """The model's decoder without special tokens, and the ids of those. Raises StartError."""
+    folder = Path(config.model_folder) if config.model_folder else None
+    files = load_text_files(ModelFiles(folder=folder, base_name="", revision=config.model_revision))
+    try:
+        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+    except Exception as e:  # the library raises bare Exception
+        raise StartError("ModelInvalid", f"tokenizer.json cannot be read: {e}") from e
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))), special
+
+
+def serve(config: RuntimeConfig, incarnation: str) -> None:
+    """Runs until it is killed."""
+    row = hb.Board.open(config.run_dir).row(m.DETOKENIZER)
+    row.set(phase=hb.PHASE_STARTING)
+    started = time.monotonic()
+    decode, special = load_decoder(config)
+    choices = Choices(decode, special)
+    mailbox = Mailbox(config.run_dir, m.DETOKENIZER, incarnation)
+    mailbox.send(m.SUPERVISOR, m.Ready(who=m.DETOKENIZER, pid=os.getpid()))
+    log.info("tokenizer loaded", extra=facts(seconds=round(time.monotonic() - started, 3)))
+    while True:
+        row.beat()
+        mailbox.poll(_POLL_MS)
+        for message in mailbox.receive():
+            handle(message, choices, mailbox)
+            if isinstance(message, m.Peers):
+                row.set(phase=hb.PHASE_READY)
+        row.set(inflight=len(choices))
+
+
+def handle(message: m.Message, choices: Choices, mailbox: Mailbox) -> None:
+    """One message: text goes to http, stops go to the scheduler, other endings pass through."""
+    if isinstance(message, m.SampledBatch):
+        output = choices.push(message.items)
+        if output.texts:
+            mailbox.send(m.HTTP, m.TextBatch(items=output.texts))
+        for stopped in output.stopped:
+            mailbox.send(m.SCHEDULER, stopped)
+    elif isinstance(message, (m.Failed, m.HandedOver)):
+        if choices.end(message.rid, message.index):
+            mailbox.send(m.HTTP, message)
+    elif isinstance(message, m.PeerDied):
+        choices.clear()
+
+
+def main() -> None:
+    """Child entry."""
+    run_dir, incarnation = sys.argv[1:3]
+    config = RuntimeConfig.read(run_dir)
+    set_up_logging(m.DETOKENIZER, config.flags().log_level)
+    try:
+        serve(config, incarnation)
+    except StartError as e:
+        (Path(run_dir) / f"{m.DETOKENIZER}.failure").write_bytes(msgspec.json.encode(StartFailure(e.reason, e.message)))
+        sys.exit(EXIT_START_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The reference executor: a model of `fleet_runtime.models` on torch, paged KV, one batched forward per step.
+
+Made by the factory inside the scheduler process, which is its only caller. The same StepInput over the same pages gives the same bits;
+another batch or chunking moves logits by rounding (matrix products choose their order by shape).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from fleet_contract.launch import RuntimeLaunch
+from fleet_contract.names import PAGE_SIZE
+from fleet_contract.worker import Profile
+from fleet_runtime.engine import sampler
+from fleet_runtime.engine.base import F32, KvLayout, Progress, StepInput, StepOutput
+from fleet_runtime.engine.kv_pool import KvPool, page_bytes
+from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
+from fleet_runtime.engine.paged_attention import StepAttention
+from fleet_runtime.errors import StartError
+from fleet_runtime.models.base import CausalLm
+from fleet_runtime.models.registry import load_model
+from fleet_runtime.models.weights import count_parameters
+
+_log = logging.getLogger(__name__)
+
+_MEASURED_CHUNK: Final = 128  # tokens of the prefill that the profile is measured with
+_MEASURED_ROWS: Final = 8  # rows of its wider decode step
+_REPEATS: Final = 2
+_DTYPES: Final = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchExecutor:
+    """See engine.base.Executor. Owns the model and the KV pages."""
+
+    def __init__(self, model: CausalLm, pool: KvPool) -> None:
+        self._model = model
+        self._pool = pool
+        self._profile = Profile()
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._pool.layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def profile(self) -> Profile:
+        return self._profile
+
+    def step(self, batch: StepInput) -> StepOutput:
+        """See Executor.step."""
+        rows = np.flatnonzero(batch.sample)
+        tokens, failed = np.zeros(len(batch.sample), np.int32), np.zeros(len(batch.sample), np.bool_)
+        logits = self.logits(batch)
+        tokens[rows], failed[rows] = sampler.sample(logits, batch.temperature[rows], batch.top_p[rows], batch.seed[rows], batch.context_lens[rows])
+        return StepOutput(tokens=tokens, failed=failed)
+
+    @torch.inference_mode()
+    def logits(self, batch: StepInput) -> F32:
+        """Computes a step without drawing: [rows with `sample`, vocab] float32. Called by `step` and by tests."""
+        attention = StepAttention(self._pool, batch)
+        token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
+        positions = torch.from_numpy(batch.positions.astype(np.int64))
+        hidden = self._model.forward(token_ids, positions, attention)
+        last = batch.row_starts[1:].astype(np.int64)[batch.sample] - 1
+        out: F32 = self._model.logits(hidden[torch.from_numpy(last)]).numpy()
+        return out
+
+    def read_page(self, page: int) -> bytes:
+        """See Executor.read_page."""
+        return self._pool.read(page)
+
+    def write_page(self, page: int, data: bytes | memoryview) -> None:
+        """See Executor.write_page. Raises ValueError for another length than a page's."""
+        self._pool.write(page, data)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """See Executor.poison: NaN."""
+        self._pool.fill(pages, float("nan"))
+
+    def warm_up(self, *, max_step_tokens: int, max_rows: int, context_length: int) -> None:
+        """Runs a chunk and a few decode steps, which measures the profile. Uses pages from 0 on: call it before anything else does."""
+        room = min(self.layout.num_pages * PAGE_SIZE, context_length)
+        chunk = min(max_step_tokens, _MEASURED_CHUNK, room)
+        rows = max(1, min(max_rows, _MEASURED_ROWS, self.layout.num_pages))
+        self.step(_trial(rows=1, tokens=1))  # first calls of the libraries
+        prefill_s = self._time(_trial(rows=1, tokens=chunk))
+        one_s = self._time(_trial(rows=1, tokens=1))
+        rows_s = self._time(_trial(rows=rows, tokens=1)) if rows > 1 else one_s
+        long_s = self._time(_trial(rows=1, tokens=1, context=chunk)) if chunk > 1 else one_s
+        per_row_s = max(0.0, (rows_s - one_s) / max(1, rows - 1))
+        self._profile = Profile(
+            prefill_tokens_per_s=chunk / prefill_s,
+            step_base_s=max(0.0, one_s - per_row_s),
+            step_per_row_s=per_row_s,
+            step_per_ctx_token_s=max(0.0, (long_s - one_s) / max(1, chunk - 1)),
+        )
+
+    def _time(self, batch: StepInput) -> float:
+        """Seconds of the fastest of a few runs."""
+        times = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            self.step(batch)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+
+def load_torch_executor(flags: RuntimeLaunch, folder: Path, threads: int, progress: Progress) -> TorchExecutor:
+    """Loads a model folder, reserves its KV pages, warms up. Raises StartError(ModelInvalid | OutOfMemory | BadFlag)."""
+    start = time.monotonic()
+    torch.set_num_threads(threads)
+    dtype = _DTYPES[flags.dtype]
+    check_memory(count_parameters(folder) * dtype.itemsize, flags.kv_cache_memory, memory_limit_bytes())
+    try:
+        model = load_model(folder, dtype=dtype, context_length=flags.context_length, progress=progress)
+        if flags.context_length > model.max_context:
+            raise StartError(
+                "BadFlag",
+                f"--context-length is {flags.context_length}, the model was made for at most {model.max_context} tokens "
+                "(max_position_embeddings in its config.json); lower it",
+            )
+        num_pages = pages_in(flags.kv_cache_memory, page_bytes(model.kv_shape, dtype), flags.context_length)
+        pool = KvPool(model.kv_shape, num_pages, dtype)
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):  # torch's allocator raises RuntimeError
+            raise
+        raise StartError("OutOfMemory", f"cannot allocate weights and KV cache ({e}); lower --kv-cache-memory or use a smaller model") from e
+    loaded = time.monotonic()
+    progress(100, "warming up")
+    executor = TorchExecutor(model, pool)
+    executor.warm_up(max_step_tokens=flags.max_step_tokens, max_rows=flags.max_rows, context_length=flags.context_length)
+    _log.info(
+        "torch executor ready: %s, %d threads, KV pages for %d tokens (%d bytes a token); loaded in %.1f s, warmed up in %.1f s",
+        str(dtype).removeprefix("torch."), threads, num_pages * PAGE_SIZE, pool.layout.page_bytes // PAGE_SIZE,
+        loaded - start, time.monotonic() - loaded,
+    )  # fmt: skip
+    return executor
+
+
+def _trial(*, rows: int, tokens: int, context: int = 0) -> StepInput:
+    """A greedy step of `rows` rows with `tokens` new tokens each; all rows end at `context` if that is more. Rows have pages of their own."""
+    context = max(context, tokens)
+    pages = -(-context // PAGE_SIZE)
+    return StepInput(
+        token_ids=np.zeros(rows * tokens, np.int32),
+        positions=np.tile(np.arange(context - tokens, context, dtype=np.int32), rows),
+        row_starts=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens),
+        context_lens=np.full(rows, context, np.int32),
+        page_tables=np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
+        sample=np.ones(rows, np.bool_),
+        temperature=np.zeros(rows, np.float32),
+        top_p=np.ones(rows, np.float32),
+        seed=np.zeros(rows, np.uint64),
+    )

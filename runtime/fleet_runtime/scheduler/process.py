@@ -1,0 +1,220 @@
+"""Entry of the scheduler process: `python -m fleet_runtime.scheduler.process RUN_DIR INCARNATION`, started by the supervisor.
+
+Loads the executor while its row of the heartbeat board tells how far it is, binds its ports, says `Ready`, and works from its first
+`Peers` on. A cause for which it cannot start goes as JSON to RUN_DIR/scheduler.failure, exit status 3. SIGTERM ends it; so does its
+parent's death.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+import zmq
+
+from fleet_contract.handoff import Hello
+from fleet_contract.names import ROLE_DECODE
+from fleet_contract.worker import StartFailure
+from fleet_runtime import messages as m
+from fleet_runtime.config import RuntimeConfig
+from fleet_runtime.engine.base import Executor
+from fleet_runtime.engine.factory import make_executor
+from fleet_runtime.errors import StartError
+from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING, Board
+from fleet_runtime.scheduler.load import LoadPublisher, LoadReporter
+from fleet_runtime.scheduler.loop import Scheduler
+from fleet_runtime.scheduler.mail import Mail
+from fleet_runtime.transfer.link import Settings
+from fleet_runtime.transfer.tcp import TcpTransfer
+
+log = logging.getLogger(__name__)
+FAILURE_FILE: Final = "scheduler.failure"
+EXIT_CANNOT_START: Final = 3
+_PR_SET_PDEATHSIG: Final = 1
+_IDLE_WAIT_S: Final = 0.25
+_HOLDING_WAIT_S: Final = 0.05  # while requests wait: their deadlines are looked at
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when the supervisor dies (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _terminate(_signal: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+class SchedulerProcess:
+    """The scheduler with its sockets, board row and transfer."""
+
+    def __init__(self, config: RuntimeConfig, incarnation: str, board: Board) -> None:
+        self._config = config
+        self._flags = config.flags()
+        self._incarnation = incarnation
+        self._board = board
+        self._row = board.row(m.SCHEDULER)
+        executor = self._load()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._publisher = LoadPublisher(self._context, host=self._flags.internal_host, port=self._flags.load_port, pod_uid=config.identity.pod_uid)
+        self._transfer = self._make_transfer(executor)
+        self._mail = Mail(self._context, config.run_dir, incarnation, self._transfer.wake_fd)
+        self._scheduler = Scheduler(self._flags, executor, self._mail, clock=time.monotonic, transfer=self._transfer)
+        self._reporter = LoadReporter(self._scheduler, incarnation=incarnation, clock=time.monotonic)
+        self._info = self._describe(executor)
+
+    def _load(self) -> Executor:
+        def progress(percent: int, text: str) -> None:
+            self._row.set(percent=percent)
+            self._row.set_text(text)
+            self._row.beat()
+
+        begin = time.monotonic()
+        executor = make_executor(self._flags, self._config.model_folder, self._config.threads, progress)
+        layout = executor.layout
+        log.info(
+            "loaded %s in %.2f s: KV pool of %d tokens (%d pages of %d bytes, --kv-cache-memory %d), %d rows, %d threads",
+            self._flags.model,
+            time.monotonic() - begin,
+            layout.num_pages * layout.page_size,
+            layout.num_pages,
+            layout.page_bytes,
+            self._flags.kv_cache_memory,
+            self._flags.max_rows,
+            self._config.threads,
+        )
+        return executor
+
+    def _make_transfer(self, executor: Executor) -> TcpTransfer:
+        layout = executor.layout
+        hello = Hello(
+            incarnation=self._incarnation,
+            pod_uid=self._config.identity.pod_uid,
+            model_revision=self._config.model_revision,
+            page_size=layout.page_size,
+            page_bytes=layout.page_bytes,
+            dtype=layout.dtype,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            layout=layout.layout,
+        )
+        settings = Settings(
+            transfer_timeout_s=self._flags.transfer_timeout,
+            stall_timeout_s=self._flags.stall_timeout,
+            prefill_tokens_per_s=executor.profile.prefill_tokens_per_s,
+            hold=self._flags.transfer_hold,
+        )
+        transfer = TcpTransfer(
+            hello,
+            executor,
+            settings,
+            listen=self._flags.role != ROLE_DECODE,
+            host=self._flags.internal_host,
+            transfer_port=self._flags.transfer_port,
+            bootstrap_port=self._flags.bootstrap_port,
+        )
+        transfer.start()
+        return transfer
+
+    def _describe(self, executor: Executor) -> m.SchedulerInfo:
+        return m.SchedulerInfo(
+            kv_capacity_tokens=executor.layout.num_pages * executor.layout.page_size,
+            max_rows=self._flags.max_rows,
+            bootstrap_port=self._transfer.bootstrap_port,
+            transfer_port=self._transfer.transfer_port,
+            load_port=self._publisher.port,
+            transfer_backends=["tcp"],
+            profile=executor.profile,
+        )
+
+    def run(self) -> None:
+        """Says `Ready`, then works until a signal."""
+        self._row.set(phase=PHASE_READY, percent=100)
+        self._row.set_text("ready")
+        self._row.beat()
+        self._mail.ready(os.getpid(), self._info)
+        wait_s = 0.0
+        while True:
+            for message in self._mail.receive(wait_s):
+                self._handle(message)
+            busy = self._scheduler.iterate()
+            self._publish()
+            wait_s = 0.0 if busy else (_HOLDING_WAIT_S if self._scheduler.book.requests else _IDLE_WAIT_S)
+
+    def _handle(self, message: m.Message) -> None:
+        match message:
+            case m.PeerDied():
+                if message.who in (m.HTTP, m.DETOKENIZER):
+                    log.warning("%s is gone (%s); ending %d requests", message.who, message.cause, len(self._scheduler.book.requests))
+                    self._scheduler.drop_all(f"the {message.who} process is gone: {message.cause}")
+            case m.Admit():
+                if message.router_id:
+                    self._reporter.seen.note(message.router_id, message.pick, time.monotonic())
+                self._scheduler.handle(message)
+            case m.Drain():
+                self._row.set(phase=PHASE_DRAINING)
+                self._scheduler.handle(message)
+            case m.Abort() | m.RoomRejected() | m.Stopped():
+                self._scheduler.handle(message)
+            case _:
+                pass  # Peers: the mail has taken it in
+
+    def _publish(self) -> None:
+        """Heartbeat and load report, once per loop."""
+        scheduler = self._scheduler
+        totals = scheduler.book.totals
+        open_requests = len(scheduler.book.requests)
+        self._row.set(steps=totals.steps, pending=open_requests, inflight=open_requests, prefilled_tokens=totals.prefilled_tokens)
+        self._row.beat()
+        self._board.set_counters(scheduler.counters())
+        if (report := self._reporter.due()) is not None:
+            self._publisher.publish(report)
+
+    def close(self) -> None:
+        """Peers see closed connections at once."""
+        self._transfer.close()
+        self._mail.close()
+        self._publisher.close()
+        self._context.term()
+
+
+def main(argv: list[str]) -> int:
+    """Runs the process; returns its exit status."""
+    run_dir, incarnation = argv
+    die_with_parent()
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the supervisor ends us in order
+    config = RuntimeConfig.read(run_dir)
+    logging.basicConfig(level=config.flags().log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s")
+    board = Board.open(run_dir)
+    row = board.row(m.SCHEDULER)
+    row.set(phase=PHASE_STARTING, percent=0)
+    row.set_text("starting")
+    try:
+        process = SchedulerProcess(config, incarnation, board)
+    except StartError as e:
+        log.error("cannot start: %s: %s", e.reason, e.message)
+        (Path(run_dir) / FAILURE_FILE).write_bytes(msgspec.json.encode(StartFailure(e.reason, e.message)))
+        return EXIT_CANNOT_START
+    try:
+        process.run()
+    except SystemExit:
+        log.info("ending on SIGTERM")
+    except Exception as e:
+        row.set_text(f"{type(e).__name__}: {e}")
+        log.exception("the scheduler loop failed")
+        return 1
+    finally:
+        process.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""The http process. `python -m fleet_runtime.server.process RUN_DIR INCARNATION`; it inherits the two listening sockets.
+
+It answers probes from its first moment, then loads the tokenizer, and is ready after one request has gone through all processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvicorn
+import uvloop
+
+from fleet_contract.wire import RoutedHeaders, encode_ids
+from fleet_contract.worker import StartFailure
+from fleet_runtime import heartbeat as hb
+from fleet_runtime import messages as m
+from fleet_runtime.config import RuntimeConfig
+from fleet_runtime.errors import StartError
+from fleet_runtime.logs import facts, set_up_logging
+from fleet_runtime.mailbox import Mailbox
+from fleet_runtime.server.app import create_app
+from fleet_runtime.server.guard import Guard, protocol_class
+from fleet_runtime.server.state import HttpState, load_text_model
+
+log = logging.getLogger(__name__)
+
+EXIT_START_FAILED: Final = 3
+_KEEP_ALIVE_S: Final = 75
+_FLUSH_S: Final = 2.0
+_BEAT_S: Final = 0.2
+
+
+class _Server(uvicorn.Server):
+    """Without signal handlers: the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpProcess:
+    """Two servers, one mailbox, one state, one loop."""
+
+    def __init__(self, config: RuntimeConfig, incarnation: str) -> None:
+        flags = config.flags()
+        guard = Guard(header_timeout_s=flags.body_timeout, write_timeout_s=flags.write_timeout)
+        mailbox = Mailbox(config.run_dir, m.HTTP, incarnation)
+        self.state = HttpState(config, flags, hb.Board.open(config.run_dir), mailbox, guard)
+        self._row = self.state.board.row(m.HTTP)
+        self._stop = asyncio.Event()
+        self._introduced = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until SIGTERM. Raises StartError."""
+        self._row.set(phase=hb.PHASE_STARTING)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        config = self.state.config
+        servers = [
+            self._serve(config.data_fd, internal=False),
+            self._serve(config.internal_fd, internal=True),
+        ]
+        loop.add_reader(self.state.mailbox.fd, self._read_mail)
+        self._background(self.state.guard.run())
+        self._background(self._beat())
+        serving = [asyncio.create_task(s.serve(sockets=[sock])) for s, sock in servers]
+        started = time.monotonic()
+        self.state.text = await asyncio.to_thread(load_text_model, config)
+        log.info("tokenizer loaded", extra=facts(seconds=round(time.monotonic() - started, 3)))
+        self.state.mailbox.send(m.SUPERVISOR, m.Ready(who=m.HTTP, pid=os.getpid()))
+        self._background(self._become_ready())
+        await self._stop.wait()
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.wait(serving, timeout=_FLUSH_S)
+        await self._flush()
+
+    def _serve(self, fd: int, *, internal: bool) -> tuple[_Server, socket.socket]:
+        config = uvicorn.Config(
+            create_app(self.state, internal=internal),
+            http=protocol_class(self.state.guard),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        sock = socket.socket(fileno=fd)
+        sock.setblocking(False)
+        return _Server(config), sock
+
+    def _background(self, coroutine: object) -> None:
+        task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a part of the http process failed", exc_info=error)
+            os._exit(1)  # the supervisor starts a new one
+
+    def _read_mail(self) -> None:
+        """The descriptor is edge-triggered: read until nothing is left."""
+        while messages := self.state.mailbox.receive():
+            for message in messages:
+                self._on_message(message)
+        self._row.set(inflight=len(self.state.manager))
+
+    def _on_message(self, message: m.Message) -> None:
+        if isinstance(message, m.Peers):
+            self.state.info = message.scheduler_info
+            self.state.last_death = ""
+            self._introduced.set()
+        elif isinstance(message, m.Drain):
+            self._drain(message.deadline)
+        else:
+            if isinstance(message, m.PeerDied):
+                self.state.last_death = message.cause
+                log.warning("a process died; its requests end", extra=facts(who=message.who, cause=message.cause, open=len(self.state.manager)))
+            self.state.manager.on_message(message)
+
+    def _drain(self, deadline: float) -> None:
+        self.state.manager.draining = True
+        self._row.set(inflight=len(self.state.manager), phase=hb.PHASE_DRAINING)
+        asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), self.state.manager.end_by_deadline)
+
+    async def _beat(self) -> None:
+        """The row's numbers, also when no mail comes. Short: the supervisor waits for inflight 0."""
+        while True:
+            self._row.beat()
+            self._row.set(inflight=len(self.state.manager))
+            await asyncio.sleep(0.01 if self.state.manager.draining else _BEAT_S)
+
+    async def _become_ready(self) -> None:
+        """Ready means that a request went through all processes. A decode worker computes no prompt, so it has no such request."""
+        await self._introduced.wait()
+        if self.state.flags.role != "decode":
+            await self._warm_up()
+        if not self.state.manager.draining:
+            self._row.set(phase=hb.PHASE_READY)
+
+    async def _warm_up(self) -> None:
+        started = time.monotonic()
+        while True:
+            try:
+                request = self.state.manager.open(RoutedHeaders())
+                break
+            except Exception as e:
+                log.info("waiting to warm up", extra=facts(cause=str(e)))
+                await asyncio.sleep(0.2)
+        try:
+            self.state.manager.admit(request, [m.Admit(rid=request.rid, ids=encode_ids([0]), max_new=1, temperature=0.0)])
+            while request.open:
+                await self.state.manager.wait(request, time.monotonic() + 1.0)
+        finally:
+            self.state.manager.release(request)
+        log.info("warm", extra=facts(seconds=round(time.monotonic() - started, 3)))
+
+    async def _flush(self) -> None:
+        """What is written leaves before the process ends."""
+        deadline = time.monotonic() + _FLUSH_S
+        while self.state.guard.unsent_bytes() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+async def _main(config: RuntimeConfig, incarnation: str) -> None:
+    await HttpProcess(config, incarnation).run()
+
+
+def main() -> None:
+    """Child entry."""
+    run_dir, incarnation = sys.argv[1:3]
+    config = RuntimeConfig.read(run_dir)
+    set_up_logging(m.HTTP, config.flags().log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_main(config, incarnation))
+    except StartError as e:
+        (Path(run_dir) / f"{m.HTTP}.failure").write_bytes(msgspec.json.encode(StartFailure(e.reason, e.message)))
+        os._exit(EXIT_START_FAILED)
+    os._exit(0)  # no waiting for idle keep-alive connections or pool threads
+
+
+if __name__ == "__main__":
+    main()

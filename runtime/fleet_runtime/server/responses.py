@@ -1,0 +1,171 @@
+"""Answers that wait for the scheduler: plain, streamed, and that of a prefill leg. Each is an ASGI callable that owns its request's end.
+
+No status line goes out before the first token, so whatever fails before it has its own status. The client's leaving is seen by `receive`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fleet_contract.errors import TIMEOUT, ApiError
+from fleet_contract.worker import PrefillAnswer
+from fleet_runtime import messages as m
+from fleet_runtime.logs import facts
+from fleet_runtime.server.answers import error_event
+from fleet_runtime.server.guard import CONNECTION
+from fleet_runtime.server.manager import Item, ReqState
+from fleet_runtime.server.requests import Generation
+from fleet_runtime.server.state import HttpState
+
+log = logging.getLogger(__name__)
+
+JSON_TYPE: Final = "application/json"
+_GRACE_S: Final = 2.0  # the scheduler keeps deadlines; this is for when it cannot
+
+
+class _Gone(Exception):
+    """The client left."""
+
+
+class GenerationResponse(Response):
+    """Runs an opened request to its end and answers it. Releases the state, whatever happens."""
+
+    def __init__(self, state: HttpState, request: ReqState, generation: Generation) -> None:
+        super().__init__(media_type=JSON_TYPE)
+        self._state = state
+        self._request = request
+        self._generation = generation
+        self._first_at: float | None = None
+        self._started = False  # the status line is out
+        self._gone = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        status = 200
+        try:
+            self._state.manager.admit(self._request, self._generation.choices)
+            if self._request.routed.leg == "prefill":
+                await self._prefill(send)
+            elif self._generation.stream:
+                await self._stream(send)
+            else:
+                await self._plain(send)
+        except _Gone:
+            status = 499
+            self._state.metrics.disconnects += 1
+        except ApiError as e:
+            status = e.status
+            await self._fail(e, scope, send)
+        finally:
+            watcher.cancel()
+            self._state.manager.cancel(self._request, "its handler ended")
+            self._state.manager.release(self._request)
+            self._count(status, scope)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Ends the request when the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._state.manager.cancel(self._request, "the client closed the connection")
+        self._request.event.set()
+
+    async def _items(self) -> list[Item]:
+        """The next items. Raises ApiError for whatever ends the request early, _Gone when nobody reads any more."""
+        items = await self._state.manager.wait(self._request, self._until())
+        if self._gone:
+            raise _Gone
+        for item in items:
+            if isinstance(item, ApiError):
+                raise item
+            if isinstance(item, m.Failed):
+                raise ApiError(item.status, item.message, type=item.type, code=item.code)
+        if items and self._first_at is None:
+            self._first_at = time.monotonic()
+            self._state.metrics.first_token.observe(self._first_at - self._request.started_at)
+        if not items and time.monotonic() >= self._until():
+            raise self._timed_out()
+        return items
+
+    def _until(self) -> float:
+        started, routed = self._request.started_at, self._request.routed
+        until = started + self._state.flags.request_timeout
+        if self._first_at is None and routed.deadline_ms is not None:
+            until = min(until, started + routed.deadline_ms / 1000 + _GRACE_S)
+        return until
+
+    def _timed_out(self) -> ApiError:
+        limit = self._state.flags.request_timeout
+        if time.monotonic() - self._request.started_at >= limit:
+            return ApiError(504, f"the request took more than {limit} s (--request-timeout)", type=TIMEOUT, code="request_timeout")
+        return ApiError(504, f"no token came within {self._request.routed.deadline_ms} ms", type=TIMEOUT, code="deadline_exceeded")
+
+    async def _plain(self, send: Send) -> None:
+        results = self._generation.shape.results
+        while any(r.finish is None for r in results):
+            for item in await self._items():
+                if isinstance(item, m.Text):
+                    results[item.index].add(item)
+        await self._send_whole(200, self._generation.shape.plain(), send)
+
+    async def _stream(self, send: Send) -> None:
+        shape = self._generation.shape
+        while any(r.finish is None for r in shape.results):
+            data = b""
+            for item in await self._items():
+                if isinstance(item, m.Text):
+                    shape.results[item.index].add(item)
+                    data += shape.chunks(item)
+            if not self._started and self._first_at is not None:
+                self._started = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": shape.ending(), "more_body": False})
+
+    async def _prefill(self, send: Send) -> None:
+        """A prefill leg: one `HandedOver` per choice."""
+        results = self._generation.shape.results
+        done: set[int] = set()
+        while len(done) < len(results):
+            for item in await self._items():
+                if isinstance(item, m.HandedOver):
+                    done.add(item.index)
+                    results[item.index].cached_tokens = item.cached_tokens
+                    results[item.index].prompt_tokens = item.prompt_tokens
+                elif isinstance(item, m.Text) and item.finish is not None:
+                    raise ApiError(500, "the scheduler ran a prefill leg as a whole request", type="server_error", code="internal")
+        answer = PrefillAnswer(self._request.rid, sum(r.cached_tokens for r in results), sum(r.prompt_tokens for r in results))
+        await self._send_whole(200, msgspec.json.encode(answer), send)
+
+    async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
+        """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
+        if not self._request.admitted:
+            self._state.manager.reject(self._request, error)
+        log.info("request failed", extra=facts(rid=self._request.rid, status=error.status, code=error.code, request_id=scope["state"]["request_id"]))
+        if not self._started:
+            raise error  # the application's border answers it
+        if (connection := scope["state"].get(CONNECTION)) is not None:
+            connection.close_after_response()
+        await send({"type": "http.response.body", "body": error_event(error, scope["state"]["request_id"]), "more_body": False})
+
+    async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
+        headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _count(self, status: int, scope: Scope) -> None:
+        metrics, results = self._state.metrics, self._generation.shape.results
+        metrics.duration.observe(time.monotonic() - self._request.started_at)
+        metrics.prompt_tokens += sum(r.prompt_tokens for r in results)
+        metrics.completion_tokens += sum(r.completion_tokens for r in results)
+        if status == 499 or self._started:
+            scope["state"]["counted_status"] = status

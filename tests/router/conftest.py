@@ -1,0 +1,78 @@
+"""Fixtures of the router's tests: scripted workers, an edge on the test's own loop (real sockets), a router of real processes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_router.edge import Edge
+from fleet_router.link import listen
+from fleet_router.settings import Settings, parse
+from fleet_router.supervisor import bind
+from fleet_testing.fake_worker import FakeWorker
+from fleet_testing.router_fleet import Fleet, MakeFleet
+from fleet_testing.router_process import RouterProcess, until
+
+
+@pytest.fixture
+async def make_worker() -> AsyncIterator[Callable[..., Awaitable[FakeWorker]]]:
+    """Starts scripted workers, and ends them."""
+    started: list[FakeWorker] = []
+
+    async def make(role: str = "unified", **options: Any) -> FakeWorker:
+        worker = await FakeWorker.start(role=role, **options)
+        started.append(worker)
+        return worker
+
+    yield make
+    for worker in started:
+        await worker.stop()
+
+
+@pytest.fixture
+async def make_fleet() -> AsyncIterator[MakeFleet]:
+    """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here."""
+    started: list[Fleet] = []
+
+    async def make(*workers: FakeWorker, wait: bool = True, **settings: Any) -> Fleet:
+        options = {"router_id": "r", "host": "127.0.0.1", "poll_interval": 0.05, "static": tuple(w.url for w in workers)} | settings
+        edge = Edge(Settings(**options))
+        data = bind("127.0.0.1", 0, "--data-port")
+        await edge.start(data, listen(f"test-{secrets.token_hex(8)}"))
+        fleet = Fleet(edge, data.getsockname()[1], list(workers))
+        started.append(fleet)
+        if wait:
+            await until(lambda: fleet.ready() == len(workers), "all workers are ready")
+            revisions = {w.record.model_revision for w in workers}
+            await until(lambda: all(edge.encoders.get(r)[0] is not None for r in revisions), "the tokenizers are here")
+        return fleet
+
+    yield make
+    for fleet in started:
+        await fleet.close()
+
+
+@pytest.fixture
+async def make_router(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[RouterProcess]]]:
+    """Starts routers of real processes, and ends them."""
+    started: list[RouterProcess] = []
+
+    async def make(*flags: str, **options: Any) -> RouterProcess:
+        folder = tmp_path / f"router{len(started)}"
+        folder.mkdir()
+        router = await RouterProcess.start(folder, "--poll-interval", "0.1", *flags, **options)
+        started.append(router)
+        return router
+
+    yield make
+    for router in started:
+        await router.stop()
+
+
+@pytest.fixture
+def settings_of() -> Callable[..., Settings]:
+    return lambda *flags: parse(flags)

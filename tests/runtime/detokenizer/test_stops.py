@@ -1,0 +1,66 @@
+"""Stop strings against a character-by-character model, for every way to cut the text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_runtime.detokenizer.stops import StopFilter
+
+
+def model(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Character by character: the stop that is complete first; of those, the longest."""
+    for end in range(1, len(text) + 1):
+        ended = [s for s in stops if text[:end].endswith(s)]
+        if ended:
+            return text[: end - max(map(len, ended))], True
+    return text, False
+
+
+small = st.text(alphabet="abc", max_size=12)
+
+
+@given(text=st.text(alphabet="abc", max_size=40), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=3), data=st.data())
+def test_any_cut_of_the_text_gives_the_model_s_answer(text: str, stops: list[str], data: st.DataObject) -> None:
+    out, met, at, f = "", False, 0, StopFilter(stops)
+    while at < len(text) and not met:
+        size = data.draw(st.integers(1, 6))
+        piece, met = f.push(text[at : at + size])
+        at += size
+        out += piece
+        if not met:
+            held = text[:at][len(out) :]
+            assert all(s not in out for s in stops)
+            assert held == "" or any(s.startswith(held) for s in stops), "only a possible beginning of a stop is held"
+    if not met:
+        out += f.flush()
+    assert (out, met) == model(text, stops)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "out", "met"),
+    [
+        (["Hello\nUs", "er: hi"], ["\nUser:"], "Hello", True),
+        (["abc"], ["c", "abcd"], "ab", True),
+        (["x" * 1999], ["x" * 2000], "x" * 1999, False),
+        (["a", "a", "a", "b"], ["aab"], "a", True),
+        (["no stop"], [], "no stop", False),
+        (["中", "文"], ["中文"], "", True),
+    ],
+)
+def test_known_cases(pieces: list[str], stops: list[str], out: str, met: bool) -> None:
+    f = StopFilter(stops)
+    got, hit = "", False
+    for piece in pieces:
+        text, hit = f.push(piece)
+        got += text
+        if hit:
+            break
+    assert (got + ("" if hit else f.flush()), hit) == (out, met)
+
+
+def test_a_hopeless_beginning_is_let_go_at_once() -> None:
+    f = StopFilter(["STOP"])
+    assert f.push("ST") == ("", False)
+    assert f.push("A") == ("STA", False)

@@ -1,0 +1,188 @@
+"""The scheduler as a real process: hand-shake, mail rules, failures of neighbours and of its own start, its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from fleet_contract.worker import LoadReport, decode_start_failure, load_topic
+from fleet_runtime import messages as m
+from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY
+from fleet_testing.scheduler_harness import (
+    DETOKENIZER_INCARNATION,
+    HTTP_INCARNATION,
+    SchedulerProcess,
+    VirtualScheduler,
+    flags_of,
+    rid_of,
+    wait_for,
+)
+
+Start = Callable[..., SchedulerProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[SchedulerProcess] = []
+
+    def make(**fields: object) -> SchedulerProcess:
+        worker = SchedulerProcess(tmp_path / str(len(started)), flags_of(**{"pages": 256, **fields}))  # type: ignore[arg-type]
+        started.append(worker)
+        return worker.start()
+
+    yield make
+    for worker in started:
+        worker.stop()
+
+
+def test_a_request_is_answered_with_the_same_tokens_as_in_process(start: Start) -> None:
+    worker = start()
+    answer = worker.admit(rid_of(1), [7] * 40, 12)
+    assert worker.wait_end(answer) == "length"
+    assert answer.ids == VirtualScheduler().answer([7] * 40, 12)
+    assert answer.opened == m.OpenText(prompt_tail=[7] * 8, stop=[], prompt_tokens=40)
+    assert all(32 <= token < 127 for token in answer.ids)
+    worker.wait_idle()
+    wait_for(lambda: worker.counters()["finished_requests_total"] == 1, "the counters reach the board")
+    assert worker.counters()["prefilled_tokens_total"] == 40
+    row = worker.board.row(m.SCHEDULER)
+    assert row.phase == PHASE_READY and row.percent == 100 and row.silent_s() < 5 and row.steps > 0
+
+
+def test_mail_of_and_for_other_incarnations_is_dropped(start: Start) -> None:
+    worker = start()
+    strange = worker.inbox.of(rid_of(1))
+    worker.send(m.Admit(rid=rid_of(1), ids=b"\1\0\0\0", sender="0" * 16))
+    worker.send(m.Admit(rid=rid_of(2), ids=b"\1\0\0\0", to="1" * 16))
+    answer = worker.admit(rid_of(3), [1, 2, 3], 2)
+    assert worker.wait_end(answer) == "length"
+    assert strange.end is None and worker.inbox.of(rid_of(2)).end is None
+
+
+@pytest.mark.parametrize("who", [m.HTTP, m.DETOKENIZER])
+def test_the_death_of_a_neighbour_frees_all_it_carried_and_its_successor_is_served(start: Start, who: str) -> None:
+    worker = start(simulated_step_base_ms=5)
+    answer = worker.admit(rid_of(1), [1] * 20, 2000)
+    wait_for(lambda: worker.pump() or answer.ids, "the request runs")
+    incarnation = HTTP_INCARNATION if who == m.HTTP else DETOKENIZER_INCARNATION
+    worker.send(m.PeerDied(who=who, incarnation=incarnation, cause="exit code 1"), sender="supervisor")
+    worker.wait_idle()
+    assert answer.end is None, "its readers are gone: no terminal message"
+    new = {"http": "c" * 16} if who == m.HTTP else {"detokenizer": "c" * 16}
+    worker.introduce(**new)
+    second = worker.inbox.of(rid_of(2))
+    worker.send(m.Admit(rid=rid_of(2), ids=b"\1\0\0\0", max_new=3), sender=new.get("http", HTTP_INCARNATION))
+    assert worker.wait_end(second) == "length"
+
+
+def test_load_reports_say_what_waits_and_which_picks_they_hold(start: Start) -> None:
+    worker = start(simulated_step_base_ms=5)
+    context = zmq.Context()
+    sub = context.socket(zmq.SUB)
+    sub.connect(f"tcp://127.0.0.1:{worker.info.load_port}")
+    sub.setsockopt(zmq.SUBSCRIBE, load_topic("pod"))
+    try:
+        idle = _report(sub)
+        assert idle.incarnation == worker.incarnation and idle.run == 0 and idle.kv_capacity == 256 * 16
+        worker.admit(rid_of(1), [1] * 20, 1000, router_id="r1", pick=0)
+        worker.admit(rid_of(2), [2] * 20, 1000, router_id="r1", pick=2)
+        wait_for(lambda: (r := _report(sub)).run == 2 and r.ctx > 40 and r.seen["r1"].up_to == 2 and r.seen["r1"].missing == [1], "both run")
+        first = _report(sub)
+        second = _report(sub)
+        assert second.seq > first.seq
+        worker.send(m.Drain(deadline=time.monotonic() + 60), sender="supervisor")
+        wait_for(lambda: _report(sub).draining, "it says that it drains")
+    finally:
+        sub.close(linger=0)
+        context.term()
+
+
+def _report(sub: zmq.Socket[bytes]) -> LoadReport:
+    assert sub.poll(5000), "no load report"
+    return msgspec.msgpack.decode(sub.recv_multipart()[1], type=LoadReport)
+
+
+def test_draining_refuses_new_requests_and_ends_the_running_at_the_deadline(start: Start) -> None:
+    worker = start(simulated_step_base_ms=5)
+    running = worker.admit(rid_of(1), [1] * 20, 3000)
+    wait_for(lambda: worker.pump() or running.ids, "the request runs")
+    worker.send(m.Drain(deadline=time.monotonic() + 0.5), sender="supervisor")
+    refused = worker.admit(rid_of(2), [1] * 20)
+    worker.wait_end(refused)
+    assert (refused.failed.status, refused.failed.code) == (503, "draining")
+    worker.wait_end(running)
+    assert (running.failed.status, running.failed.code) == (503, "drain_deadline")
+    assert worker.board.row(m.SCHEDULER).phase == PHASE_DRAINING
+
+
+def test_a_taken_port_is_a_readable_start_failure(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        worker = SchedulerProcess(tmp_path, flags_of(role="prefill", transfer_port=port))
+        try:
+            assert worker.process.wait(30) == 3
+            failure = decode_start_failure((tmp_path / "scheduler.failure").read_text())
+            assert failure is not None and failure.reason == "PortInUse"
+            assert str(port) in failure.message and "--transfer-port" in failure.message
+        finally:
+            worker.stop()
+
+
+def test_sigterm_ends_it_at_once_also_while_it_works(start: Start) -> None:
+    worker = start(simulated_step_base_ms=5)
+    answer = worker.admit(rid_of(1), [1] * 20, 3000)
+    wait_for(lambda: worker.pump() or answer.ids, "the request runs")
+    worker.signal(signal.SIGTERM)
+    assert worker.process.wait(5) == 0
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    worker = SchedulerProcess(tmp_path / "config", flags_of())  # only for its config files
+    worker.stop()
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys, time\n"
+            f"p = subprocess.Popen([sys.executable, '-m', 'fleet_runtime.scheduler.process', {str(worker.run_dir)!r}, 'd' * 16])\n"
+            "print(p.pid, flush=True)\ntime.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_for(lambda: worker.board.row(m.SCHEDULER).phase == PHASE_READY, "the child is up", 30)
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    wait_for(lambda: not _runs(child), "the child is gone")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_loading_shows_its_percent_on_the_board(tmp_path: Path) -> None:
+    worker = SchedulerProcess(tmp_path, flags_of(simulated_load_s=1.0))
+    try:
+        row = worker.board.row(m.SCHEDULER)
+        worker.start()
+        assert row.percent == 100
+        assert os.path.exists(f"/proc/{worker.process.pid}")
+    finally:
+        worker.stop()

@@ -1,0 +1,94 @@
+"""An edge on the test's own event loop, with real sockets: what most of the router's tests look at."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+
+from fleet_router.edge import Edge
+from fleet_testing.fake_worker import FakeWorker
+from fleet_testing.router_process import until
+
+
+class Fleet:
+    """An edge in this process, in front of workers."""
+
+    def __init__(self, edge: Edge, port: int, workers: list[FakeWorker]) -> None:
+        self.edge = edge
+        self.port = port
+        self.workers = workers
+        self.http = httpx.AsyncClient(timeout=20.0, trust_env=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def brain(self) -> Any:
+        return self.edge.brain
+
+    def inflight(self) -> int:
+        return sum(w["inflight"] for w in self.brain.workers())
+
+    async def idle(self, limit_s: float = 10.0) -> None:
+        """Nothing is in flight, and every table adds up."""
+        await until(lambda: self.inflight() == 0, "nothing is in flight", limit_s)
+        self.brain.index.check_integrity()
+
+    def ready(self) -> int:
+        return sum(w["state"] == "ready" for w in self.brain.workers())
+
+    def counter(self, name: str) -> float:
+        return sum(v for n, _, v in self.brain.snapshot(0).counters if n == name)
+
+    async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        return await self.http.post(
+            f"{self.url}/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+        )
+
+    async def stream(self) -> tuple[bytes, bool, str]:
+        """One streamed chat: its bytes, whether HTTP says that it is complete, its request id."""
+        got, request_id = b"", ""
+        body = {"model": "tiny", "messages": [], "stream": True}
+        try:
+            async with self.http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response:
+                request_id = response.headers["x-request-id"]
+                async for chunk in response.aiter_raw():
+                    got += chunk
+        except httpx.RemoteProtocolError:
+            return got, False, request_id
+        return got, True, request_id
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.http.post(self.url + path, content=content, headers={"content-type": "application/json", **headers})
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def raw(self, data: bytes, limit_s: float = 10.0) -> bytes:
+        """Sends bytes and reads until the router closes."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        try:
+            return await asyncio.wait_for(reader.read(), limit_s)
+        finally:
+            writer.close()
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        self.edge.server_state.draining = True
+        for connection in list(self.edge.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        assert self.edge._server is not None
+        self.edge._server.close()
+        await self.edge.close()
+
+
+MakeFleet = Callable[..., Awaitable[Fleet]]
+MakeWorker = Callable[..., Awaitable[FakeWorker]]

@@ -1,0 +1,70 @@
+"""Random Llama folders of a few kB, and batches for an executor; used by the runtime's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fleet_runtime.engine.base import StepInput
+
+
+def make_llama(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> LlamaForCausalLM:
+    """Saves a random model and a word-per-id tokenizer; returns the model as transformers has it, float32."""
+    values: dict[str, Any] = {
+        "vocab_size": 300, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**values, **overrides})).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.2 * torch.randn_like(weight))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    vocab = {f"w{i}": i for i in range(model.config.vocab_size)}
+    Tokenizer(models.WordLevel(vocab, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return model
+
+
+@dataclass
+class Row:
+    """New tokens of one row: `ids[start:end]`, its context before `start` being in `pages` already."""
+
+    ids: Sequence[int]
+    pages: Sequence[int]
+    start: int = 0
+    end: int | None = None
+    sample: bool = True
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    new: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = len(self.ids) if self.end is None else self.end
+        self.new = list(self.ids[self.start : self.end])
+
+
+def make_batch(rows: Sequence[Row]) -> StepInput:
+    """Flat arrays of the rows; unused entries of page tables hold a page number that does not exist."""
+    width = max(len(r.pages) for r in rows)
+    counts = [len(r.new) for r in rows]
+    return StepInput(
+        token_ids=np.array([t for r in rows for t in r.new], np.int32),
+        positions=np.concatenate([np.arange(r.start, r.start + n, dtype=np.int32) for r, n in zip(rows, counts, strict=True)]),
+        row_starts=np.cumsum([0, *counts]).astype(np.int32),
+        context_lens=np.array([r.start + n for r, n in zip(rows, counts, strict=True)], np.int32),
+        page_tables=np.array([[*r.pages, *[1 << 30] * (width - len(r.pages))] for r in rows], np.int32),
+        sample=np.array([r.sample for r in rows], np.bool_),
+        temperature=np.array([r.temperature for r in rows], np.float32),
+        top_p=np.array([r.top_p for r in rows], np.float32),
+        seed=np.array([r.seed for r in rows], np.uint64),
+    )
