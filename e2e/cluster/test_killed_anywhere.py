@@ -58,7 +58,8 @@ def works(state: Path) -> None:
     spec = {"containers": [{"name": "a", "image": "localhost/radixfleet/local:dev", "command": ["sleep", "600"]}], "terminationGracePeriodSeconds": 0}
     cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec})
     cluster.kubectl("wait", "pod/p", "--for=condition=Ready", "--timeout=60s")
-    assert all("already there" in line for line in finish(state)[:-1])
+    told = finish(state)
+    assert all("already there" in line for line in told[:-1]), "\n".join(told)
 
 
 def test_up_goes_on_after_it_was_killed_at_some_steps(local_state: Path) -> None:

@@ -7,6 +7,7 @@ when they are first asked for.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -70,14 +71,19 @@ def module_hash(module: Path, go_version: str) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def _version_of(program: str) -> str:
+    # GOTOOLCHAIN=local: an older go must say its own version, not download another.
+    return subprocess.run([program, "version"], capture_output=True, text=True, env={**os.environ, "GOTOOLCHAIN": "local"}).stdout
+
+
 def find_go() -> Go | None:
     """A Go >= 1.26 from PATH, /usr/local/go, or an earlier install of the wheel into our cache."""
     for program in ("go", "/usr/local/go/bin/go", str(_wheel_go())):
         path = shutil.which(program)
         if path is None:
             continue
-        # GOTOOLCHAIN=local: an older go must say its own version, not download another.
-        text = subprocess.run([path, "version"], capture_output=True, text=True, env={**os.environ, "GOTOOLCHAIN": "local"}).stdout
+        text = _version_of(path)
         version = parse_go_version(text)
         if version is not None and version >= GO_MIN:
             return Go(path, text.split()[2])
@@ -124,13 +130,20 @@ def ensure(program: str, say: Say = print) -> Path:
             raise ClusterError(
                 f"{ENV_READY}={ready}: there is no file {program} in it; unset it to build, or name a folder that has {CLUSTER} and {PAUSE}"
             )
-    root = cache_folder() / "bin"
-    with _locked(root, say):
+    go = find_go()
+    path = None if go is None else _cached(go, program)
+    if path is not None and path.is_file():
+        return path
+    with _locked(cache_folder() / "bin", say):
         go = find_go() or install_go(say)
-        path = root / module_hash(MODULE, go.version) / program
+        path = _cached(go, program)
         if not path.is_file():
             _build(go, program, path, say)
     return path
+
+
+def _cached(go: Go, program: str) -> Path:
+    return cache_folder() / "bin" / module_hash(MODULE, go.version) / program
 
 
 def _build(go: Go, program: str, path: Path, say: Say) -> None:

@@ -223,6 +223,11 @@ class LocalCluster(ClusterClient):
             **{layout.inner_kubeconfig(u): kubeconfig(layout.pki, u, f"https://{NODE_IP}:{components.API_PORT}") for u in USERS},
             layout.kubeconfig: kubeconfig(layout.pki, "admin", f"https://127.0.0.1:{self._need_memory().api_port}"),
         }
+        spec_file = layout.config / "base-spec.json"
+        if spec_file.exists() and spec_file.read_text() != files[spec_file]:
+            self._progress.say(
+                "  this cluster showed another checkout or interpreter to its pods; new pods see this one, running pods keep the old one"
+            )
         written = [path.name for path, text in files.items() if write_atomically(path, text)]
         for folder in (layout.log, layout.run):
             folder.mkdir(exist_ok=True)
@@ -302,19 +307,24 @@ class LocalCluster(ClusterClient):
 
     def _node(self) -> str | None:
         api = self._api()
-        ready = api.object(f"/api/v1/nodes/{NODE_NAME}")
-        was_ready = ready is not None and is_true(ready, "Ready")
-        started = time.time()
 
         def node() -> bool:
             # A Ready that an earlier life of this cluster wrote counts only once this kubelet has said it again.
             found = api.object(f"/api/v1/nodes/{NODE_NAME}")
             return found is not None and is_true(found, "Ready") and self._said_by_this_kubelet(found)
 
+        def account() -> bool:
+            return api.object("/api/v1/namespaces/default/serviceaccounts/default") is not None
+
+        def dns() -> bool:
+            return self._http_ok(NODE_IP, components.DNS_READY_PORT, "/ready")
+
+        if node() and account() and dns():
+            return None
         self._await("kubelet", node)
-        self._await("controller-manager", lambda: api.object("/api/v1/namespaces/default/serviceaccounts/default") is not None)
-        self._await("coredns", lambda: self._http_ok(NODE_IP, components.DNS_READY_PORT, "/ready"))
-        return None if was_ready and time.time() - started < 0.5 else "Ready"
+        self._await("controller-manager", account)
+        self._await("coredns", dns)
+        return "Ready"
 
     def _said_by_this_kubelet(self, node: Mapping[str, Any]) -> bool:
         record = processes.read_record(self._record("kubelet"))
