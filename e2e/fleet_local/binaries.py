@@ -131,8 +131,7 @@ def ensure(program: str, say: Say = print) -> Path:
                 f"{ENV_READY}={ready}: there is no file {program} in it; unset it to build, or name a folder that has {CLUSTER} and {PAUSE}"
             )
     go = find_go()
-    path = None if go is None else _cached(go, program)
-    if path is not None and path.is_file():
+    if go is not None and (path := _cached(go, program)).is_file():
         return path
     with _locked(cache_folder() / "bin", say):
         go = find_go() or install_go(say)
