@@ -176,7 +176,9 @@ class _Facts:
         """Is there a router that knows the cluster?"""
         routers = self.observed.routers
         if not routers:
-            return Answer("False", "NoRouter", f"no router pod runs; check kubectl get deployment -A -l {names.LABEL_COMPONENT}={names.COMPONENT_ROUTER}")
+            return Answer(
+                "False", "NoRouter", f"no router pod runs; check kubectl get deployment -A -l {names.LABEL_COMPONENT}={names.COMPONENT_ROUTER}"
+            )
         good = [r for r in routers if not r.error and r.is_synced]
         bad = "; ".join(f"{r.pod}: {r.error or 'not synced yet'}" for r in routers if r.error or not r.is_synced)
         if not good:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +21,7 @@ class ChoiceResult:
     """What one choice has come to."""
 
     text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     finish: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -27,6 +30,7 @@ class ChoiceResult:
     def add(self, item: m.Text) -> None:
         """Takes new text and the counts, which are cumulative."""
         self.text.append(item.text)
+        self.ids += item.ids
         self.finish = item.finish
         self.prompt_tokens = item.prompt_tokens
         self.completion_tokens = item.completion_tokens
@@ -61,7 +65,8 @@ class Shape:
     object_chunk = ""
     id_prefix = ""
 
-    def __init__(self, *, rid: str, model: str, fingerprint: str, choices: int, include_usage: bool) -> None:
+    def __init__(self, *, rid: str, model: str, fingerprint: str, choices: int, include_usage: bool, token_ids: bool = False) -> None:
+        """Args: token_ids: each choice also carries the ids of its text (`return_token_ids`)."""
         self._head: dict[str, Any] = {
             "id": self.id_prefix + rid,
             "object": self.object_plain,
@@ -70,11 +75,12 @@ class Shape:
             "system_fingerprint": fingerprint,
         }
         self._include_usage = include_usage
+        self._token_ids = token_ids
         self.results = [ChoiceResult() for _ in range(choices)]
 
     def plain(self) -> bytes:
         """The whole answer, when every choice has its finish."""
-        choices = [self._plain_choice(i, c) for i, c in enumerate(self.results)]
+        choices = [self._plain_choice(i, c) | self._ids(c.ids) for i, c in enumerate(self.results)]
         return msgspec.json.encode({**self._head, "choices": choices, "usage": usage(self.results)})
 
     def chunks(self, item: m.Text) -> bytes:
@@ -90,6 +96,9 @@ class Shape:
 
     def _plain_choice(self, index: int, choice: ChoiceResult) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _ids(self, ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": ids} if self._token_ids else {}
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         chunk: dict[str, Any] = {**self._head, "object": self.object_chunk, "choices": [choice]}
@@ -111,14 +120,14 @@ class ChatShape(Shape):
         if not self._opened:
             self._opened = True
             out += self._delta(item.index, {"role": "assistant", "content": "", "refusal": None}, None)
-        if item.text:
-            out += self._delta(item.index, {"content": item.text}, None)
+        if item.text or (item.ids and self._token_ids):
+            out += self._delta(item.index, {"content": item.text}, None, self._ids(item.ids))
         if item.finish is not None:
             out += self._delta(item.index, {}, item.finish)
         return out
 
-    def _delta(self, index: int, delta: dict[str, Any], finish: str | None) -> bytes:
-        return self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": finish})
+    def _delta(self, index: int, delta: dict[str, Any], finish: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        return self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more})
 
     def _plain_choice(self, index: int, choice: ChoiceResult) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
@@ -133,9 +142,9 @@ class CompletionShape(Shape):
     id_prefix = "cmpl-"
 
     def chunks(self, item: m.Text) -> bytes:
-        if not item.text and item.finish is None:
+        if not item.text and item.finish is None and not (item.ids and self._token_ids):
             return b""
-        return self._event({"index": item.index, "text": item.text, "logprobs": None, "finish_reason": item.finish})
+        return self._event({"index": item.index, "text": item.text, "logprobs": None, "finish_reason": item.finish, **self._ids(item.ids)})
 
     def _plain_choice(self, index: int, choice: ChoiceResult) -> dict[str, Any]:
         return {"index": index, "text": "".join(choice.text), "logprobs": None, "finish_reason": choice.finish}

@@ -110,7 +110,14 @@ def _generation(
         validate.check_ids(ids, text.vocab_size, name)
         choices.append(_admit(state, request, options, index=index, ids=ids, max_new=max_new, seed=(seed + index) % _SEED_RANGE))
     include_usage = options.stream_options is not None and options.stream_options.include_usage
-    made = shape(rid=request.rid, model=options.model, fingerprint=state.config.model_revision, choices=len(choices), include_usage=include_usage)
+    made = shape(
+        rid=request.rid,
+        model=options.model,
+        fingerprint=state.config.model_revision,
+        choices=len(choices),
+        include_usage=include_usage,
+        token_ids=options.return_token_ids,
+    )
     return Generation(choices, made, bool(options.stream))
 
 

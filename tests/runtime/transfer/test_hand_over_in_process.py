@@ -100,7 +100,9 @@ Make = Callable[..., RealClockScheduler]
 def make() -> Iterator[Make]:
     made: list[RealClockScheduler] = []
 
-    def build(role: str, incarnation: str = "", *, pages: int = 128, flags: dict[str, object] | None = None, **settings: object) -> RealClockScheduler:
+    def build(
+        role: str, incarnation: str = "", *, pages: int = 128, flags: dict[str, object] | None = None, **settings: object
+    ) -> RealClockScheduler:
         worker = RealClockScheduler(
             flags_of(**{"pages": pages, "role": role, **(flags or {})}),  # type: ignore[arg-type]
             pages=pages,

@@ -126,7 +126,13 @@ class VirtualScheduler:
     """The loop over a simulated executor that takes no time but that of the virtual clock."""
 
     def __init__(
-        self, flags: RuntimeLaunch | None = None, *, executor: Executor | None = None, transfer: KvTransfer | None = None, clock: Clock | None = None, pages: int = 0
+        self,
+        flags: RuntimeLaunch | None = None,
+        *,
+        executor: Executor | None = None,
+        transfer: KvTransfer | None = None,
+        clock: Clock | None = None,
+        pages: int = 0,
     ) -> None:
         self.flags = flags or flags_of()
         self.clock = clock or Clock()
