@@ -125,6 +125,8 @@ class LocalCluster(ClusterClient):
         self.layout.recall()  # a stranger's folder is refused before anything is written into it
         if found := facts.problems(facts.gather(self.layout.state)):
             raise ClusterError("\n".join(found))
+        if closed := hostview.closed_to_others(hostview.this_host()):
+            raise ClusterError(f"pods run as nobody and cannot read {closed[0]}; open it with `chmod -R o+rX {' '.join(closed)}`")
         os.environ["PATH"] = facts.search_path()
         with self.layout.locked():
             self._remember_ports(api_port, router_port)
