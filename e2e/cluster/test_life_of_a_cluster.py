@@ -208,7 +208,7 @@ def traces(cluster: LocalCluster, inodes: set[str], marks: set[str]) -> Traces:
             ours.append(f"{proc.name} {words[:80]}")
     mountinfo = Path("/proc/self/mountinfo").read_text()
     mounts = [m for m in mount_points(mountinfo) if m.startswith(f"{state}/")] + [i for i in inodes if f" {i} " in mountinfo]
-    cgroups = [str(p) for p in Path("/sys/fs/cgroup").glob(f"**/{cluster.layout.cgroup}")]
+    cgroups = [os.path.join(path, name) for path, names, _ in os.walk("/sys/fs/cgroup") for name in names if name == cluster.layout.cgroup]
     found = [line for place in PLACES for line in find(place) if any(m in line for m in marks)]
     return Traces(ours, mounts, cgroups, found)
 
