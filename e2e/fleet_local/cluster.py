@@ -254,7 +254,7 @@ class LocalCluster(ClusterClient):
                 self._start(name, self.layout.namespaces.enter(*command), fingerprint)
         if then is not None:
             then()
-        return {Action.KEEP: None, Action.START: "started", Action.REPLACE: "started anew, its configuration has changed"}[action]
+        return {Action.KEEP: None, Action.START: "started", Action.REPLACE: "started anew, for what it depends on has changed"}[action]
 
     def _fingerprint(self, name: str, command: Sequence[str]) -> str:
         """A hash over all that a process was started with; another one means that it must be replaced."""
@@ -267,6 +267,8 @@ class LocalCluster(ClusterClient):
         }
         for file in read.get(name, []):
             digest.update((self.layout.config / file).read_bytes())
+        if name in components.API_CLIENTS:
+            digest.update(repr(processes.read_record(self._record("apiserver"))).encode())
         if name.startswith("forward"):
             digest.update(_FORWARDER.read_bytes())
             digest.update(str(self._forward_port(name)).encode())
