@@ -17,6 +17,7 @@ from fleet_text.prompt import PromptEncoder, PromptError
 
 INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
 DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
+MAX_CHOICES: Final = 128  # more is refused by the runtime
 RESERVED_PREFIX: Final = "bootstrap_"
 
 CHAT: Final = "/v1/chat/completions"
@@ -47,6 +48,7 @@ class Prompt:
     tokens: int
     ids: list[int] | None = None
     keys: tuple[int, ...] = ()
+    choices: int = 1  # answers asked for: prompts times n, each with a room of its own
 
 
 def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed:
@@ -94,6 +96,8 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, namespace: 
 
 
 def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | None:
+    n = _scalar(parsed.fields, "n")
+    n = n if type(n) is int and 1 <= n <= MAX_CHOICES else 1
     try:
         if parsed.path == CHAT:
             ids = encoder.encode_chat(_messages.decode(parsed.fields["messages"]))
@@ -103,13 +107,15 @@ def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | 
                 ids = encoder.encode(prompt, add_special_tokens=True)
             elif isinstance(prompt, list) and prompt and all(type(t) is int and 0 <= t < 2**32 for t in prompt):
                 ids = prompt
+            elif isinstance(prompt, list) and 0 < len(prompt) <= MAX_CHOICES and all(isinstance(t, str) for t in prompt):
+                return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, len(prompt) * n))
             else:
                 return None
     except (KeyError, TypeError, ValueError, AttributeError, PromptError, msgspec.DecodeError):
         return None  # malformed in a way that the runtime says best
     if not ids:
         return None
-    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)))
+    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)), n)
 
 
 def _scalar(fields: dict[str, msgspec.Raw], name: str) -> Any:

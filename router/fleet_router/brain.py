@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, LoadReport
 from fleet_router import choice, errors
@@ -140,10 +142,12 @@ class Brain:
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
+        self._synced = False
         self._clock = clock
         self._draw = draw or random.Random(secrets.randbits(64)).randrange
         self._workers: list[Worker] = []
         self._by_endpoint: dict[str, Worker] = {}
+        self._endpoints: dict[str, Endpoint] = {}
         self._slots: set[int] = set()
         self._observed: Observed | None = None
         self._traffic: dict[ServiceKey, list[tuple[str, int]]] = {}
@@ -160,6 +164,9 @@ class Brain:
         """Record or health of one endpoint changed."""
         worker = self._by_endpoint.get(endpoint.key)
         record = endpoint.record
+        self._endpoints[endpoint.key] = endpoint
+        if endpoint.removed:
+            del self._endpoints[endpoint.key]
         if worker is not None and (endpoint.removed or record is None or worker.identity != (record.pod_uid, record.rank, record.incarnation)):
             self._remove(endpoint.key, worker)
             worker = None
@@ -184,16 +191,21 @@ class Brain:
             was_draining = worker.book.report is not None and worker.book.report.draining
             worker.book.take_report(report, self.pick_id, self._clock())
             if report.draining != was_draining:
-                if report.draining and worker.state == "ready":
-                    worker.state = "draining"
-                self.poke(key)
-                self._wake()
+                self.take_endpoint(self._endpoints[key])
             return
 
     @property
     def synced(self) -> bool:
-        """The table holds all that discovery knows, and every endpoint was asked at least once."""
-        return (self._observed is not None or not self.settings.kubernetes) and self.all_asked()
+        """Since its start this process has once held all that discovery knew, with every endpoint asked. It stays so.
+
+        Static workers are not known before they answer: there at least one unit has to be ready.
+        """
+        if not self._synced and self.all_asked():
+            if self.settings.kubernetes:
+                self._synced = self._observed is not None
+            else:
+                self._synced = any(s.ready_units() for s in self.table.services.values())
+        return self._synced
 
     # -- choice
 
@@ -282,7 +294,8 @@ class Brain:
             weights = service.facts.traffic
             target = max(weights, key=lambda t: t[1])[0] if weights else next((w.record.revision for w in service.workers), "")
             queued[target] = n
-        return fleet_report(service, router_id=self.settings.router_id, synced=self.synced, queued=queued)
+        pods = [p for p in self._observed.pods if (p.namespace, p.service) == key] if self._observed is not None else []
+        return fleet_report(service, router_id=self.settings.router_id, synced=self.synced, queued=queued, pods=pods)
 
     def workers(self) -> list[dict[str, Any]]:
         """All workers, for /workers."""
@@ -381,9 +394,7 @@ class Brain:
             for f in self._observed.services:
                 if f.traffic:
                     self._traffic[f.key] = f.traffic
-                facts.append(
-                    f if f.traffic else ServiceFacts(f.namespace, f.name, f.uid, f.created, f.generation, f.model_name, self._traffic.get(f.key, []))
-                )
+                facts.append(f if f.traffic else msgspec.structs.replace(f, traffic=self._traffic.get(f.key, [])))
             self._traffic = {key: t for key, t in self._traffic.items() if any(f.key == key for f in facts)}
         self.table.rebuild(facts, self._workers)
         self._wake()

@@ -7,13 +7,14 @@
 
 A unified worker costs the whole sum, a pair (wait + work) of the prefill + (decode + room) of the decode. Workers within 20 ms or
 1 % of the best are equal: of these, those that hold most of the prefix, then at random. Pure; the random source is passed in.
+Named tuples, because they cost a third of frozen dataclasses and a choice makes several for each worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from fleet_contract.worker import Profile
 from fleet_router.load import Load
@@ -52,8 +53,7 @@ class Speed:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One worker that may take the request."""
 
     slot: int
@@ -63,16 +63,14 @@ class Candidate:
     penalty_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """What the request needs: tokens of the prompt, and of the answer it may get."""
 
     prompt_tokens: int
     answer_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """The parts of one worker's cost, all in seconds."""
 
     slot: int
@@ -91,10 +89,11 @@ class Terms:
 def prefill_terms(c: Candidate, ask: Ask) -> Terms:
     """Cost of the prompt on a worker."""
     rate = c.speed.prefill_tokens_per_s
-    fill = min(1.0, c.load.kv_used / c.speed.kv_capacity_tokens)
+    load = c.load
+    fill = min(1.0, load.kv_used / c.speed.kv_capacity_tokens)
     missing = max(1, ask.prompt_tokens - c.hit_tokens)
-    work = (1.0 + RHO * fill + BETA * min(c.load.run, BETA_ROWS)) * missing / rate
-    return Terms(c.slot, c.hit_tokens, wait=c.load.pend / rate, work=work, penalty=c.penalty_s)
+    work = (1.0 + RHO * fill + BETA * min(load.run, BETA_ROWS)) * missing / rate
+    return Terms(c.slot, c.hit_tokens, load.pend / rate, work, 0.0, 0.0, c.penalty_s)
 
 
 def decode_terms(c: Candidate, ask: Ask) -> Terms:
@@ -104,7 +103,7 @@ def decode_terms(c: Candidate, ask: Ask) -> Terms:
     step = speed.step_base_s + speed.step_per_row_s * (load.run + 1) + speed.step_per_ctx_token_s * context
     over = (load.kv_used + ask.prompt_tokens + ask.answer_tokens) / speed.kv_capacity_tokens - 1.0
     room = ask.answer_tokens * step * over if over > 0 else 0.0
-    return Terms(c.slot, c.hit_tokens, decode=DELTA * ask.answer_tokens * step, room=room, penalty=c.penalty_s)
+    return Terms(c.slot, c.hit_tokens, 0.0, 0.0, DELTA * ask.answer_tokens * step, room, c.penalty_s)
 
 
 def unified_terms(c: Candidate, ask: Ask) -> Terms:

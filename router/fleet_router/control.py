@@ -17,7 +17,6 @@ import uvicorn
 
 from fleet_router.control_api import create_app
 from fleet_router.discovery import Discovery
-from fleet_router.kube import kubernetes_source
 from fleet_router.link import LinkClient
 from fleet_router.process import Handover, die_with_parent, read_handover, set_up_logging
 
@@ -32,13 +31,14 @@ async def serve(handover: Handover) -> int:
     link = LinkClient(handover.link_name)
     tasks = [loop.create_task(link.run(), name="link")]
     if settings.kubernetes:
+        from fleet_router.kube import kubernetes_source  # optional: a second of start-up that static routers need not pay
+
         discovery = Discovery(lambda: kubernetes_source(settings.kubeconfig), link.send_news, settings.relist_interval)
         tasks.append(loop.create_task(discovery.run(), name="discovery"))
     app = create_app(link, settings.max_body_bytes)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # older uvicorn; newer ones capture in serve()
-    http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")
+    http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")  # serve() would take the signals
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     stopped = loop.create_task(stop.wait())
@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
     handover = read_handover(argv)
     die_with_parent(handover.parent_pid)
     set_up_logging("control", handover.settings.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return asyncio.run(serve(handover))
 
 

@@ -24,30 +24,49 @@ _CODES: Final = {404: (contract_errors.NOT_FOUND, "not_found"), 405: (contract_e
 def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
     """The application; `link` is connected elsewhere."""
     app = FastAPI(title="radixfleet-router control", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_errors(app)
+    _add_health(app, link)
+    _add_tables(app, link, max_body_bytes)
+    return app
 
-    def error(e: ApiError) -> Response:
-        headers = {"Retry-After": str(e.retry_after_s)} if e.retry_after_s is not None else None
-        return Response(e.body(""), e.status, headers, JSON)
 
-    def passed(reply: Reply) -> Response:
-        return Response(reply.body, reply.status, media_type=JSON)
+def _answer_error(e: ApiError) -> Response:
+    headers = {"Retry-After": str(e.retry_after_s)} if e.retry_after_s is not None else None
+    return Response(e.body(""), e.status, headers, JSON)
+
+
+def _answer(reply: Reply) -> Response:
+    return Response(reply.body, reply.status, media_type=JSON)
+
+
+def _not_ok(why: str) -> Response:
+    """A probe is always answered with 200."""
+    return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=why)), media_type=JSON)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Everything that goes wrong has the one shape."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, e: ApiError) -> Response:
-        return error(e)
+        return _answer_error(e)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, e: HTTPException) -> Response:
         type_, code = _CODES.get(e.status_code, (contract_errors.INVALID_REQUEST, "invalid_request"))
-        return error(ApiError(e.status_code, f"{request.method} {request.url.path[:200]}: {e.detail}", type=type_, code=code))
+        return _answer_error(ApiError(e.status_code, f"{request.method} {request.url.path[:200]}: {e.detail}", type=type_, code=code))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, e: RequestValidationError) -> Response:
-        return error(ApiError(400, f"the request is not valid: {e.errors()[0]['msg']}"))
+        return _answer_error(ApiError(400, f"the request is not valid: {e.errors()[0]['msg']}"))
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, e: Exception) -> Response:
-        return error(ApiError(500, "the router failed on this request; see its log", type=contract_errors.SERVER, code="internal"))
+        return _answer_error(ApiError(500, "the router failed on this request; see its log", type=contract_errors.SERVER, code="internal"))
+
+
+def _add_health(app: FastAPI, link: LinkClient) -> None:
+    """Liveness of this process, readiness of the edge, metrics."""
 
     @app.get("/livez")
     async def livez() -> Response:
@@ -68,38 +87,37 @@ def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
             text = metrics.render(None)
         return Response(text, media_type="text/plain; version=0.0.4")
 
+
+def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
+    """What the router knows and decides."""
+
     @app.get("/workers")
     async def workers() -> Response:
-        return passed(await link.ask("workers"))
+        return _answer(await link.ask("workers"))
 
     @app.get("/fleet/{namespace}/{name}")
     async def fleet(namespace: str, name: str) -> Response:
-        return passed(await link.ask("fleet", namespace, name))
+        return _answer(await link.ask("fleet", namespace, name))
 
     @app.post("/fleet/{namespace}/{name}/probe")
     async def probe(namespace: str, name: str, request: Request) -> Response:
-        body = await read_body(request, MAX_PROBE_BYTES)
         try:
+            body = await read_body(request, MAX_PROBE_BYTES)
             msgspec.json.decode(body, type=ProbeRequest)
-        except msgspec.DecodeError as e:
-            return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=f'the body has to be {{"revision": "..."}}: {e}')), media_type=JSON)
-        try:
             reply = await link.ask("probe", namespace, name, body=body, timeout_s=PROBE_TIMEOUT_S)
+        except msgspec.DecodeError as e:
+            return _not_ok(f'the body has to be {{"revision": "..."}}: {e}')
         except ApiError as e:
-            return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=e.message)), media_type=JSON)
-        if reply.status != 200:
-            return Response(msgspec.json.encode(ProbeAnswer(ok=False, error=ApiError.from_body(reply.status, reply.body).message)), media_type=JSON)
-        return passed(reply)
+            return _not_ok(e.message)
+        return _answer(reply) if reply.status == 200 else _not_ok(ApiError.from_body(reply.status, reply.body).message)
 
     @app.post("/debug/route")
     async def route(request: Request) -> Response:
-        return passed(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
+        return _answer(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
 
     @app.get("/debug/route")
     async def decisions() -> Response:
-        return passed(await link.ask("decisions"))
-
-    return app
+        return _answer(await link.ask("decisions"))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -186,6 +186,7 @@ class DataProtocol(asyncio.Protocol):
         self._written = 0
         self._flushed = 0
         self._closed_for_reading = False
+        self._linger = False  # the client may still be sending what we refused
         self._in_message = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -399,7 +400,7 @@ class DataProtocol(asyncio.Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Ends reading; the error is answered in its turn."""
-        self._closed_for_reading = True
+        self._closed_for_reading = self._linger = True
         self._in_message = False
         self._disarm()
         request = self._request
@@ -473,7 +474,7 @@ class DataProtocol(asyncio.Protocol):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        if self._closed_for_reading and self._request is not None and self._request.refused is not None:
+        if self._linger:
             with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
                 transport.write_eof()
             self._timer = self.loop.call_later(LINGER_S, transport.abort)

@@ -7,7 +7,7 @@ two machines are compared; the caller says what time it is. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from fleet_contract.worker import LoadReport, Seen
 
@@ -24,8 +24,7 @@ class Pick:
     started: bool = False  # its first token came: the prompt is no work any more
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Tokens and rows; inputs of the choice."""
 
     pend: int = 0

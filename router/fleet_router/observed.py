@@ -17,6 +17,7 @@ class ServiceFacts(Struct, frozen=True):
     created: str = ""  # RFC 3339: sorts by time
     generation: int = 0
     model_name: str = ""  # served short name
+    aliases: list[str] = field(default_factory=list)  # further served names (static mode)
     traffic: list[tuple[str, int]] = field(default_factory=list)  # status.traffic: revision, weight
 
     @property

@@ -172,6 +172,8 @@ class Registry:
                 record = await self._read_record(endpoint)
         except (ApiError, msgspec.DecodeError) as e:
             healthy, reason = False, str(e)
+        if endpoint.pod is not None and record is not None and record.pod_uid != endpoint.pod.uid:
+            record, reason = None, "another pod answers at this address"  # the address was given to a new pod
         healthy = healthy and record is not None
         changed = (healthy, record) != (endpoint.healthy, endpoint.record) or not endpoint.asked
         endpoint.asked = True

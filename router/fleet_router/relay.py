@@ -344,16 +344,16 @@ class Attempt:
     def _send(self, parsed: Parsed, prompt: Prompt) -> None:
         """All legs at once."""
         lease = self._lease
-        room = secrets.randbits(63) if lease.prefill is not None else None
+        rooms = tuple(secrets.randbits(63) for _ in range(prompt.choices)) if lease.prefill is not None else ()
         for leg in lease.legs():
             self._sinks.append(_LegSink(self, leg, leg is lease.serving))
         for sink in self._sinks:
             if self._outcome.done():
                 return
-            parts = leg_request(self, sink.leg, parsed, prompt, room)
+            parts = leg_request(self, sink.leg, parsed, prompt, rooms)
             sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
 
-    def routed_headers(self, leg: brain.Leg, room: int | None) -> list[tuple[str, str]]:
+    def routed_headers(self, leg: brain.Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
         """What the router tells a worker beside the client's request."""
         prefill = self._lease.prefill
         return RoutedHeaders(
@@ -361,7 +361,7 @@ class Attempt:
             pick=(self._lease.brain.pick_id, leg.pick.number),
             deadline_ms=max(1, int(self._timing.first_token_s * 1000)),
             leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
-            rooms=() if room is None else (room,),
+            rooms=rooms,
             bootstrap=None if prefill is None else f"{prefill.worker.host}:{prefill.worker.record.ports.bootstrap}",
             prefill_incarnation=None if prefill is None else prefill.worker.record.incarnation,
         ).items()
@@ -409,9 +409,9 @@ class Attempt:
                 self._aborter.abort(sink.leg.worker, self.rid)
 
 
-def leg_request(attempt: Attempt, leg: brain.Leg, parsed: Parsed, prompt: Prompt, room: int | None) -> tuple[bytes, ...]:
+def leg_request(attempt: Attempt, leg: brain.Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
     """The bytes for one leg: the client's JSON, with token ids behind it when we have them."""
-    headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *attempt.routed_headers(leg, room)]
+    headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *attempt.routed_headers(leg, rooms)]
     body, content_type = parsed.body, "application/json"
     if prompt.ids is not None:
         headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]

@@ -14,6 +14,9 @@ from msgspec import Struct
 from fleet_contract import names
 
 MAX_QUEUE_TIMEOUT_S = 30.0
+# A pod's defaults: kube-proxy and load balancers learn late that it ends, and streams may be long (the chart's grace is 300 s).
+POD_DRAIN_DELAY_S = 3.0
+POD_DRAIN_TIMEOUT_S = 280.0
 
 
 class BadFlag(ValueError):
@@ -108,6 +111,9 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
 }
 
 
+_POD_DEFAULTS: Final = {"drain_delay": POD_DRAIN_DELAY_S, "drain_timeout": POD_DRAIN_TIMEOUT_S}
+
+
 def split_url(url: str) -> tuple[str, int]:
     """Host and port of a static worker. Raises BadFlag."""
     try:
@@ -138,7 +144,9 @@ def build_parser() -> argparse.ArgumentParser:
         group = p.add_argument_group(title)
         for name, read, unit, text in flags:
             default = getattr(d, name)
-            group.add_argument("--" + name.replace("_", "-"), type=read, default=default, metavar=unit, help=f"{text} (default {default})")
+            shown = f"{default}, with --kubernetes {_POD_DEFAULTS[name]}" if name in _POD_DEFAULTS else default
+            used = None if name in _POD_DEFAULTS else default
+            group.add_argument("--" + name.replace("_", "-"), type=read, default=used, metavar=unit, help=f"{text} (default {shown})")
     about = p.add_argument_group("about this process")
     about.add_argument("--announce", default="", metavar="FILE", help='gets {"dataPort", "controlPort", "pid"} once both ports are bound')
     about.add_argument("--router-id", default="", metavar="ID", help=f"name of this router (default ${names.ENV_POD_NAME}, else random)")
@@ -157,6 +165,9 @@ def parse(argv: Sequence[str]) -> Settings:
         raise BadFlag("--kubeconfig needs --kubernetes")
     for url in urls:
         split_url(url)
+    for name, in_pod in _POD_DEFAULTS.items():
+        if a[name] is None:
+            a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)
     router_id = a.pop("router_id") or os.environ.get(names.ENV_POD_NAME, "") or f"router-{secrets.token_hex(4)}"
     if len(router_id) > 100 or not all(c.isascii() and (c.isalnum() or c in "-._") for c in router_id):
         raise BadFlag(f"--router-id is {router_id[:100]!r}; up to 100 letters, digits and -._ are allowed")

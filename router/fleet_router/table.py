@@ -12,7 +12,7 @@ from fleet_contract import names
 from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker, WorkerRecord
 from fleet_router.choice import Speed
 from fleet_router.load import LoadBook
-from fleet_router.observed import ServiceFacts
+from fleet_router.observed import PodFacts, ServiceFacts
 
 ServiceKey = tuple[str, str]  # namespace, name
 DEFAULT_SERVICE = "default"  # of workers that name none (static mode)
@@ -114,6 +114,8 @@ def name_table(services: Sequence[ServiceFacts]) -> dict[str, ServiceKey]:
     for f in services:
         if f.namespace:
             out[f"{f.namespace}/{f.name}"] = f.key
+        for alias in f.aliases:
+            out.setdefault(alias, f.key)
     return out
 
 
@@ -123,12 +125,16 @@ def static_services(workers: Sequence[Worker]) -> list[ServiceFacts]:
     for w in workers:
         if w.service not in found:
             short = next((n for n in w.record.served_names if "/" not in n), "") or next(iter(w.record.served_names), "")
-            found[w.service] = ServiceFacts(namespace=w.service[0], name=w.service[1], model_name=short)
+            found[w.service] = ServiceFacts(namespace=w.service[0], name=w.service[1], model_name=short, aliases=list(w.record.served_names))
     return [found[key] for key in sorted(found)]
 
 
-def fleet_report(service: Service | None, *, router_id: str, synced: bool, queued: dict[str, int]) -> FleetReport:
-    """What the operator reads about one service. A removed worker is listed until it has nothing in flight."""
+def fleet_report(service: Service | None, *, router_id: str, synced: bool, queued: dict[str, int], pods: Sequence[PodFacts] = ()) -> FleetReport:
+    """What the operator reads about one service.
+
+    A removed worker is listed until it has nothing in flight; a pod that has not told its record yet is listed too, so that the
+    operator sees its drain echoed.
+    """
     if service is None:
         return FleetReport(router_id=router_id, synced=synced)
     weights = dict(service.facts.traffic)
@@ -150,6 +156,12 @@ def fleet_report(service: Service | None, *, router_id: str, synced: bool, queue
                 drain_deadline=w.drain_deadline,
             )
         )
+    told = {w.record.pod_uid for w in service.workers if not w.removed}
+    for p in pods:
+        if p.uid not in told:
+            state = "failed" if p.terminal else "draining" if p.deleting or p.drain_deadline is not None else "starting"
+            entry = FleetWorker(pod_uid=p.uid, pod=p.name, role=p.role, state=state, drain_deadline=p.drain_deadline)
+            revisions.setdefault(p.revision, FleetRevision(queued=queued.get(p.revision, 0))).workers.append(entry)
     if not weights:  # none published: what the router does by itself
         units = service.ready_units()
         total = sum(units.values())

@@ -69,7 +69,7 @@ def test_a_pod_without_our_labels_is_no_worker() -> None:
 
 def test_a_service_becomes_facts() -> None:
     facts = service_facts(service(traffic=[{"revision": "aa", "weight": 90}, {"revision": "bb", "weight": 10}]))
-    assert facts == ServiceFacts("demo", "chat", "uid-chat", "2026-01-02T00:00:00Z", 3, "smollm2", [("aa", 90), ("bb", 10)])
+    assert facts == ServiceFacts("demo", "chat", "uid-chat", "2026-01-02T00:00:00Z", 3, "smollm2", traffic=[("aa", 90), ("bb", 10)])
 
 
 @pytest.mark.parametrize("traffic", [None, "all", [{"revision": 1}], [{"weight": 5}], [3]])

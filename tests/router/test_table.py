@@ -70,8 +70,31 @@ def test_weights_of_revisions_without_workers_are_reported_too() -> None:
     assert {rev: (r.weight, r.queued) for rev, r in report.revisions.items()} == {"aa": (100, 2), "bb": (0, 0)}
 
 
+def test_pods_that_have_not_told_their_record_are_listed_with_their_deadline() -> None:
+    service = Service(facts("demo", "chat", ""), [worker(0)])
+    pods = [
+        PodFacts("u0", "pod0", "demo", "chat", "unified", "aa", ready=True),
+        PodFacts("u1", "pod1", "demo", "chat", "unified", "aa"),
+        PodFacts("u2", "pod2", "demo", "chat", "unified", "bb", drain_deadline="D"),
+        PodFacts("u3", "pod3", "demo", "chat", "unified", "bb", terminal=True),
+    ]
+    report = fleet_report(service, router_id="r", synced=True, queued={}, pods=pods)
+    listed = {rev: [(w.pod, w.state, w.drain_deadline) for w in r.workers] for rev, r in report.revisions.items()}
+    assert listed == {
+        "aa": [("pod0", "ready", None), ("pod1", "starting", None)],
+        "bb": [("pod2", "draining", "D"), ("pod3", "failed", None)],
+    }
+
+
 def test_a_service_that_is_not_served_has_no_revisions() -> None:
     assert fleet_report(None, router_id="r", synced=True, queued={}).revisions == {}
+
+
+def test_static_workers_answer_to_all_their_served_names() -> None:
+    w = worker(0, service="")
+    w.service = ("", "default")
+    w.record = msgspec.structs.replace(w.record, served_names=["smollm2", "demo/smollm2"])
+    assert set(name_table(static_services([w]))) == {"smollm2", "demo/smollm2"}
 
 
 def test_static_workers_that_name_no_service_form_one() -> None:

@@ -43,7 +43,10 @@ class CausalLm(Protocol):
         ...
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """token_ids, positions: [T] int64. Returns the last layer's hidden states, [T, hidden]."""
+        """token_ids, positions: [T] int64. Returns the last layer's hidden states, [T, hidden].
+
+        An id outside the vocabulary becomes NaN: its row fails, and whatever reads its keys and values.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -234,7 +234,7 @@ class Llama:
         """See CausalLm.forward."""
         c = self.config
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [T, 1, head_dim / 2]
-        x = F.embedding(token_ids, self._embed)
+        x = self._embedded(token_ids)
         for i, layer in enumerate(self._layers):
             qkv = F.linear(_rms_norm(x, layer.input_norm, c.rms_norm_eps), layer.qkv).view(len(x), -1, c.head_dim)
             qk = _rotate(qkv[:, : c.heads + c.kv_heads], cos, sin)
@@ -243,6 +243,12 @@ class Llama:
             gate, up = F.linear(_rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
         return x
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        known = (token_ids >= 0) & (token_ids < self.config.vocab_size)
+        if bool(known.all()):
+            return F.embedding(token_ids, self._embed)
+        return F.embedding(token_ids * known, self._embed).masked_fill(~known[:, None], math.nan)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See CausalLm.logits."""

@@ -13,6 +13,7 @@ from fleet_contract.launch import RuntimeLaunch
 from fleet_runtime.engine.factory import make_executor
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.errors import StartError
+from fleet_runtime.models.simulated_tokenizer import SIMULATED_VOCAB_SIZE
 from fleet_testing.tiny_llama import Row, make_batch
 
 
@@ -109,3 +110,15 @@ def test_the_memory_limit_is_the_least_of_machine_and_cgroups(tmp_path: Path, fi
 
 def test_no_memory_limit_is_known_where_there_is_no_proc(tmp_path: Path) -> None:
     assert memory_limit_bytes(tmp_path) is None
+
+
+def test_a_simulated_executor_is_made_without_a_folder() -> None:
+    executor = make_executor(launch(executor="simulated", model="simulated://", kv_cache_memory=1 << 20), "", 1, lambda _p, _t: None)
+    assert executor.layout.num_pages * executor.layout.page_bytes <= 1 << 20 and executor.layout.layout == "simulated"
+    error = refusal(launch(executor="simulated", model="simulated://", kv_cache_memory=1 << 16, context_length=4096), None)
+    assert error.reason == "OutOfMemory" and "one context of 4096 tokens" in error.message
+
+
+def test_the_simulated_executor_speaks_the_byte_tokenizer() -> None:
+    executor = make_executor(launch(executor="simulated", model="simulated://", kv_cache_memory=1 << 20), None, 1, lambda _p, _t: None)
+    assert executor.vocab_size == SIMULATED_VOCAB_SIZE

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_runtime.engine.paged_attention import decode_groups
-from fleet_runtime.engine.torch_executor import TorchExecutor
+from fleet_runtime.engine.torch_executor import TorchExecutor, profile_of
 from fleet_testing.oracle import oracle_logits
 from fleet_testing.tiny_llama import Row, make_batch, make_llama
 
@@ -157,6 +157,15 @@ def test_a_page_freed_with_nan_is_clean_for_its_next_owner(tiny: Path, make_exec
     assert not out.failed.any()
 
 
+@pytest.mark.parametrize("unknown", [-1, 300, 2**31 - 1])
+def test_an_id_outside_the_vocabulary_fails_its_row_and_what_follows_it_only(tiny: Path, make_executor_of: Make, unknown: int) -> None:
+    executor, good = make_executor_of(tiny), random_ids(20)
+    bad = [*good[:10], unknown, *good[11:]]
+    out = executor.step(make_batch([Row(good, [0, 1]), Row(bad, [2, 3])]))
+    assert out.failed.tolist() == [False, True] and out.tokens[0] == int(oracle_logits(tiny, good)[-1].argmax())
+    assert executor.step(make_batch([Row([*bad, 5], [2, 3], 20)])).failed.tolist() == [True]
+
+
 def test_rows_that_are_not_sampled_get_no_token(tiny: Path, make_executor_of: Make) -> None:
     executor, ids = make_executor_of(tiny), random_ids(30)
     out = executor.step(make_batch([Row(ids, [0, 1], sample=False), Row(ids, [2, 3])]))
@@ -215,6 +224,18 @@ def test_decode_groups_hold_each_one_token_row_once_and_waste_little(lengths: li
         pages = -(-context[g] // 16)
         assert pages.max() <= 2 * pages.min()
     assert len(groups) <= 13  # powers of two up to the longest context
+
+
+def test_a_profile_adds_up_to_what_was_measured() -> None:
+    got = profile_of(chunk=128, rows=8, context=1024, chunk_s=0.25, one_s=0.04, rows_s=0.054, context_s=0.0605)
+    assert got.prefill_tokens_per_s == 512 and got.step_per_row_s == pytest.approx(0.002) and got.step_base_s == pytest.approx(0.038)
+    assert got.step_per_ctx_token_s == pytest.approx(0.0205 / 1023)
+
+
+def test_a_disturbed_measurement_gives_a_profile_within_reason() -> None:
+    for rows_s, context_s in [(0.001, 0.001), (9.0, 9.0)]:
+        got = profile_of(chunk=1, rows=1, context=1, chunk_s=0.04, one_s=0.04, rows_s=rows_s, context_s=context_s)
+        assert 0.02 <= got.step_base_s <= 0.04 and 0 <= got.step_per_row_s <= 0.02 and 0 <= got.step_per_ctx_token_s <= 0.04 / 512
 
 
 def test_warm_up_measures_a_profile_and_leaves_the_executor_working(tiny: Path, make_executor_of: Make) -> None:

@@ -216,6 +216,8 @@ class FakeWorker:
         script = self.scripts.popleft() if self.scripts else self.default
         work = asyncio.ensure_future(self._play(script, request, writer))
         watch = asyncio.ensure_future(reader.read(1))
+        for task in (work, watch):
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())  # a broken connection is no surprise here
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():  # the router hung up (it never pipelines)
             request.gone.set()

@@ -15,7 +15,7 @@ import yaml
 from fleet_contract import names
 
 T = TypeVar("T")
-METRIC_PREFIX = "radixfleet_"
+METRIC_PREFIX = "radixfleet_runtime_"
 
 
 class Kubectl(Protocol):

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 
 
 class RouterProcess:
