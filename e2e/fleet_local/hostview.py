@@ -70,6 +70,11 @@ def this_host() -> list[Bind]:
     return host_view(folders, models=models)
 
 
+def closed_to_others(binds: Iterable[Bind]) -> list[str]:
+    """The folders that a pod, which runs as nobody, could not read: those of a clone or environment made with a strict umask."""
+    return [b.source for b in binds if os.stat(b.source).st_mode & 0o005 != 0o005]
+
+
 def image_environment() -> dict[str, str]:
     """What a container finds in its environment: the console scripts of the virtual environment first."""
     return {

@@ -153,11 +153,12 @@ def pids_below(folders: Iterable[Path]) -> set[int]:
     """All processes in the given cgroups and those below."""
     found: set[int] = set()
     for folder in folders:
-        for procs in folder.rglob("cgroup.procs"):
-            try:
-                found.update(int(word) for word in procs.read_text().split())
-            except OSError:  # removed meanwhile
-                continue
+        for path, _, files in os.walk(folder):  # passes over folders that go meanwhile, which rglob does not
+            if "cgroup.procs" in files:
+                try:
+                    found.update(int(word) for word in Path(path, "cgroup.procs").read_text().split())
+                except OSError:
+                    continue
     found.discard(0)  # a process of another pid namespace
     return found
 

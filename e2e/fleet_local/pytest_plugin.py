@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--registry", default=None, metavar="PREFIX", help="take the images PREFIX/radixfleet-{operator,router,runtime} (with --kubeconfig)"
     )
     group.addoption("--tag", default="dev", metavar="TAG", help="the tag of those images; default dev")
+    group.addoption("--kill-everywhere", action="store_true", help="the long tests that kill `up` after every step (make up-kill)")
 
 
 def why_no_local_cluster() -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_local.hostview import IMAGE, Bind, Image, base_spec, host_view, pause_image, skeleton_image, this_host
+from fleet_local.hostview import IMAGE, Bind, Image, base_spec, closed_to_others, host_view, pause_image, skeleton_image, this_host
 
 
 def targets(binds: list[Bind]) -> list[str]:
@@ -33,6 +33,14 @@ def test_the_interpreter_and_the_packages_of_this_checkout_are_in_view() -> None
     for needed in (Path(__file__).parents[2] / "e2e" / "fleet_local", Path("/usr/bin")):
         assert any(needed.is_relative_to(s) for s in seen), needed
     assert Path.home() not in seen and Path("/") not in seen
+
+
+@pytest.mark.parametrize(("mode", "closed"), [(0o755, False), (0o750, True), (0o711, True), (0o754, True)])
+def test_a_folder_that_pods_cannot_read_is_named(tmp_path: Path, mode: int, closed: bool) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert closed_to_others([Bind(str(folder), "/x")]) == ([str(folder)] if closed else [])
 
 
 def test_binds_are_added_to_what_the_spec_has_already() -> None:

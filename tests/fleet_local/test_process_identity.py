@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fleet_local.errors import ClusterError
-from fleet_local.processes import Action, ProcessRecord, boot_id, decide, is_alive, kill_all, parse_stat, read_record, start, stop, tail
+from fleet_local.processes import Action, ProcessRecord, boot_id, decide, is_alive, kill_all, parse_stat, pids_below, read_record, start, stop, tail
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 RECORD = ProcessRecord("boot", "f1", 7, 100)
@@ -125,6 +127,30 @@ def test_everything_in_a_cgroup_is_killed_and_nothing_else(tmp_path: Path) -> No
         for p in [*inside, outside]:
             p.kill()
             p.wait()
+
+
+def test_looking_for_processes_stands_folders_that_vanish_meanwhile(tmp_path: Path) -> None:
+    stop_making = threading.Event()
+
+    def churn() -> None:
+        n = 0
+        while not stop_making.is_set():
+            folder = tmp_path / "pods" / f"p{n % 7}" / "c"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "cgroup.procs").write_text("7\n")
+            shutil.rmtree(folder.parent)
+            n += 1
+
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system" / "cgroup.procs").write_text("5\n6\n")
+    maker = threading.Thread(target=churn)
+    maker.start()
+    try:
+        for _ in range(300):
+            assert {5, 6} <= pids_below([tmp_path]) <= {5, 6, 7}
+    finally:
+        stop_making.set()
+        maker.join()
 
 
 def test_the_end_of_a_log_is_short_and_indented(tmp_path: Path) -> None:
