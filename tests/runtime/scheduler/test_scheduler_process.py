@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import zmq
 
 from fleet_contract.worker import LoadReport, decode_start_failure, load_topic
 from fleet_runtime import messages as m
-from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY
+from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING
 from fleet_testing.scheduler_harness import (
     DETOKENIZER_INCARNATION,
     HTTP_INCARNATION,
@@ -177,12 +176,13 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_loading_shows_its_percent_on_the_board(tmp_path: Path) -> None:
-    worker = SchedulerProcess(tmp_path, flags_of(simulated_load_s=1.0))
+def test_loading_shows_on_the_board_and_sigterm_ends_it(tmp_path: Path) -> None:
+    worker = SchedulerProcess(tmp_path, flags_of(simulated_load_s=60))
     try:
         row = worker.board.row(m.SCHEDULER)
-        worker.start()
-        assert row.percent == 100
-        assert os.path.exists(f"/proc/{worker.process.pid}")
+        wait_for(lambda: "loading" in row.text and row.silent_s() < 5, "it says that it loads", 30)
+        assert row.phase == PHASE_STARTING and row.percent < 100
+        worker.signal(signal.SIGTERM)
+        assert worker.process.wait(10) == 0
     finally:
         worker.stop()
