@@ -344,7 +344,7 @@ class Attempt:
     def _send(self, parsed: Parsed, prompt: Prompt) -> None:
         """All legs at once."""
         lease = self._lease
-        rooms = tuple(secrets.randbits(63) for _ in range(prompt.choices)) if lease.prefill is not None else ()
+        rooms = tuple(secrets.randbelow(2**63 - 1) + 1 for _ in range(prompt.choices)) if lease.prefill is not None else ()
         for leg in lease.legs():
             self._sinks.append(_LegSink(self, leg, leg is lease.serving))
         for sink in self._sinks:
