@@ -79,7 +79,7 @@ def test_any_killed_runtime_process_answers_its_clients_and_comes_back(fleet: Fl
     first = threading.Event()
 
     def stream() -> None:
-        body = {"model": f"{namespace}/{name}", "messages": [{"role": "user", "content": "go"}], "max_tokens": 1500, "stream": True}
+        body = {"model": f"{namespace}/{name}", "messages": [{"role": "user", "content": "go"}], "max_tokens": 300, "stream": True}
         try:
             with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json=body, timeout=60) as answer:
                 data = ""
