@@ -16,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+pytestmark = pytest.mark.processes
+
 
 @contextmanager
 def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:

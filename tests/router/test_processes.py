@@ -22,6 +22,8 @@ from fleet_testing.fake_worker import DEFAULT_STREAM, Script, sse
 from fleet_testing.router_fleet import MakeWorker
 from fleet_testing.router_process import RouterProcess, spawn, until, until_async
 
+pytestmark = pytest.mark.processes
+
 MakeRouter = Callable[..., Awaitable[RouterProcess]]
 
 

@@ -24,6 +24,8 @@ import pytest
 
 from fleet_testing.runtime import Runtime, wait_for
 
+pytestmark = pytest.mark.processes
+
 CHAT = "/v1/chat/completions"
 SLOW = ("--simulated-step-base-ms=20",)
 

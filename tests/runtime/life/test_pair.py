@@ -13,6 +13,8 @@ import pytest
 
 from fleet_testing.runtime import Runtime, wait_for
 
+pytestmark = pytest.mark.processes
+
 COMP = "/v1/completions"
 
 

@@ -27,6 +27,8 @@ from fleet_testing.scheduler_harness import (
     wait_for,
 )
 
+pytestmark = pytest.mark.processes
+
 Start = Callable[..., SchedulerProcess]
 
 

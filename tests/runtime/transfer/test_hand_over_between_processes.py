@@ -12,6 +12,8 @@ import pytest
 from fleet_runtime import messages as m
 from fleet_testing.scheduler_harness import Answer, SchedulerProcess, VirtualScheduler, flags_of, rid_of, wait_for
 
+pytestmark = pytest.mark.processes
+
 Start = Callable[..., SchedulerProcess]
 
 
