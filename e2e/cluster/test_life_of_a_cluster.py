@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -195,15 +196,23 @@ PLACES = (
 )
 
 
-def traces(cluster: LocalCluster, inodes: set[str], marks: set[str]) -> Traces:
-    """Looks for a cluster's state path, namespaces (by inode) and objects (by uid or id in a path)."""
+def traces(cluster: LocalCluster, inodes: set[str], marks: set[str], *, born_before_s: float = math.inf) -> Traces:
+    """Looks for a cluster's state path, namespaces (by inode) and objects (by uid or id in a path).
+
+    Args: born_before_s: CLOCK_BOOTTIME; younger processes are not looked at, since the kernel gives the inode of a namespace that is gone
+    to the next one, which may be another cluster's.
+    """
     state, ours = str(cluster.layout.state), []
+    ticks_limit = born_before_s * os.sysconf("SC_CLK_TCK")
     for proc in Path("/proc").glob("[0-9]*"):
         try:
             namespaces = {os.readlink(proc / "ns" / kind) for kind in ("net", "mnt")}
             words = (proc / "cmdline").read_bytes().decode(errors="replace")
             group = (proc / "cgroup").read_text()
+            born_ticks = processes.parse_stat((proc / "stat").read_text())[2]
         except OSError:
+            continue
+        if born_ticks > ticks_limit:
             continue
         if int(proc.name) != os.getpid() and (namespaces & inodes or state in words or cluster.layout.cgroup in group):
             ours.append(f"{proc.name} {words[:80]}")
@@ -244,9 +253,9 @@ def test_down_leaves_nothing_but_the_cache(marked: tuple[LocalCluster, set[str],
     cluster, inodes, marks = marked
     during = traces(cluster, inodes, marks)
     assert len(during.processes) > len(COMPONENTS) and during.mounts and during.cgroups, "the search finds nothing even while the cluster runs"
-    started = time.monotonic()
+    started, ending_s = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
     assert cluster.down()
-    assert traces(cluster, inodes, marks) == Traces([], [], [], [])
+    assert traces(cluster, inodes, marks, born_before_s=ending_s) == Traces([], [], [], [])
     assert not cluster.layout.state.exists()
     assert not cluster.down(), "a second down finds something"
     print(f"down took {time.monotonic() - started:.1f} s")
@@ -277,6 +286,7 @@ def test_down_also_removes_what_is_half_dead_or_damaged(marked: tuple[LocalClust
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
         layout.memory_file.unlink()
+    ending_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert LocalCluster(layout.state, quiet=True).down()
-    assert traces(cluster, inodes, marks) == Traces([], [], [], [])
+    assert traces(cluster, inodes, marks, born_before_s=ending_s) == Traces([], [], [], [])
     assert not layout.state.exists()
