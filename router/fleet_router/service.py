@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -110,7 +111,7 @@ class DataService:
         elif path == "/v1/models":
             exchange.respond(200, msgspec.json.encode({"object": "list", "data": self.models()}))
         else:
-            wanted = path.removeprefix("/v1/models/").replace("%2F", "/").replace("%2f", "/")
+            wanted = unquote(path.removeprefix("/v1/models/"))
             model = next((m for m in self.models() if m["id"] == wanted), None)
             if model is None:
                 raise errors.unknown_model(wanted, self.brain.table.names)

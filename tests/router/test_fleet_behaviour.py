@@ -180,6 +180,7 @@ async def test_two_services_are_served_by_short_and_long_names(make_worker: Make
     assert [m["id"] for m in listed["data"]] == ["a", "b", "one/a", "two/b"]
     assert (await fleet.http.get(f"{fleet.url}/v1/models/one/a")).json()["id"] == "one/a"
     assert (await fleet.http.get(f"{fleet.url}/v1/models/none")).status_code == 404
+    assert (await fleet.http.get(f"{fleet.url}/v1/models/%6Fne%2Fa")).json()["id"] == "one/a", "a path's escapes are read, as for any name"
 
 
 async def test_prefill_and_decode_of_different_revisions_never_pair(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
