@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
+
+CODE_WORKER_TIMEOUT: Final = "worker_timeout"
 
 
 def unknown_model(model: str, known: Iterable[str]) -> ApiError:
@@ -44,7 +47,7 @@ def worker_lost(worker: str, why: str) -> ApiError:
 
 
 def worker_timeout(worker: str, what: str, limit_s: float, flag: str) -> ApiError:
-    return ApiError(504, f"worker {worker} {what} within {limit_s:g} s ({flag})", type=errors.TIMEOUT, code="worker_timeout")
+    return ApiError(504, f"worker {worker} {what} within {limit_s:g} s ({flag})", type=errors.TIMEOUT, code=CODE_WORKER_TIMEOUT)
 
 
 def shutting_down() -> ApiError:

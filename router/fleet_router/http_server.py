@@ -192,6 +192,7 @@ class DataProtocol(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._head_done = False
+        self._upgrade_offered = False
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._request: Request | None = None
@@ -209,7 +210,10 @@ class DataProtocol(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
+        except httptools.HttpParserUpgrade as e:
+            if self._upgrade_offered:
+                self.data_received(self._without_upgrade() + data[e.args[0] :])
+                return
             self._closed_for_reading = True  # the request itself was delivered, the rest is no HTTP of ours
             for request in self._waiting:
                 request.keep_alive = False
@@ -272,6 +276,9 @@ class DataProtocol(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
+            self._upgrade_offered = True  # no error: clients offer h2c or websockets to everybody
+            return
         self._head_done = True
         version = self._parser.get_http_version()
         request = Request(
@@ -303,6 +310,8 @@ class DataProtocol(asyncio.Protocol):
         self._body.append(data)
 
     def on_message_complete(self) -> None:
+        if self._upgrade_offered:
+            return
         self._in_message = False
         self._disarm()
         request = self._request
@@ -351,6 +360,18 @@ class DataProtocol(asyncio.Protocol):
         self._head_done = False
         self._body = []
         self._request = None
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was read, without its offer to speak another protocol, for a new parser: RFC 9110 lets a server ignore an offer, but
+        the parser would take the body for the other protocol."""
+        parser, self._parser, self._upgrade_offered = self._parser, httptools.HttpRequestParser(self), False
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode())]
+        for name, value in self._headers:
+            if name == b"connection":
+                value = b", ".join(t for t in map(bytes.strip, value.split(b",")) if t.lower() not in (b"upgrade", b"http2-settings"))
+            if value and name not in (b"upgrade", b"http2-settings"):
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _next(self) -> None:
         if self.exchange is not None or self.transport is None or self.transport.is_closing():

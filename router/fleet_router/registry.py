@@ -20,7 +20,9 @@ import zmq.asyncio
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import LoadReport, WorkerRecord
+from fleet_router.errors import CODE_WORKER_TIMEOUT
 from fleet_router.http_client import Pool, fetch
+from fleet_router.load import REPORT_LIFE_S
 from fleet_router.observed import PodFacts
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 ASK_TIMEOUT_S: Final = 2.0
 FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
 FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
+MISSES: Final = 2  # polls in a row without an answer after which a ready worker counts as stalled: one may be a busy machine
+MISSES_OF_REPORTING: Final = 5  # the same, while its load reports still come: its scheduler works, only its http process is slow
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,8 @@ class Endpoint:
     ever_healthy: bool = False
     asked: bool = False
     removed: bool = False
+    missed: int = 0  # polls in a row without an answer
+    reported_at: float = float("-inf")  # loop time of the last load report of this incarnation
     reason: str = ""
     task: asyncio.Task[None] | None = None
     wake: asyncio.Event | None = None
@@ -156,7 +162,8 @@ class Registry:
             endpoint.wake.clear()
             await self._ask(endpoint, full=doubtful or not endpoint.healthy or polls % FULL_READ_EVERY == 0)
             polls += 1
-            pause = self._poll_interval_s if endpoint.healthy else min(FAST_POLL_S, self._poll_interval_s)
+            sure = endpoint.healthy and not endpoint.missed
+            pause = self._poll_interval_s if sure else min(FAST_POLL_S, self._poll_interval_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await endpoint.wake.wait()
@@ -170,8 +177,9 @@ class Registry:
             reason = "" if healthy else f"/readyz answers {status}: {body[:200].decode('utf-8', 'replace')}"
             if full or record is None:
                 record = await self._read_record(endpoint)
+            endpoint.missed = 0
         except (ApiError, msgspec.DecodeError) as e:
-            healthy, reason = False, str(e)
+            healthy, reason = self._survives(endpoint, e), str(e)
         if endpoint.pod is not None and record is not None and record.pod_uid != endpoint.pod.uid:
             record, reason = None, "another pod answers at this address"  # the address was given to a new pod
         healthy = healthy and record is not None
@@ -184,6 +192,16 @@ class Registry:
             if record is not None and record.ports.load:
                 self._connect_load(endpoint, f"tcp://{f'[{endpoint.host}]' if ':' in endpoint.host else endpoint.host}:{record.ports.load}")
             self._on_change(endpoint)
+
+    def _survives(self, endpoint: Endpoint, error: Exception) -> bool:
+        """Whether a ready worker stays ready after a poll that failed. Silence may be that of a busy machine, ours or its own: it takes
+        several polls to count, more while load reports speak for the worker. A refusal or a broken answer counts at once."""
+        if not (isinstance(error, ApiError) and error.code == CODE_WORKER_TIMEOUT):
+            endpoint.missed = 0
+            return False
+        endpoint.missed += 1
+        reports = asyncio.get_running_loop().time() - endpoint.reported_at <= REPORT_LIFE_S
+        return endpoint.healthy and endpoint.missed < (MISSES_OF_REPORTING if reports else MISSES)
 
     async def _read_record(self, endpoint: Endpoint) -> WorkerRecord | None:
         status, body = await fetch(self._pool, endpoint.host, endpoint.port, "GET", "/worker", timeout_s=ASK_TIMEOUT_S)
@@ -213,4 +231,10 @@ class Registry:
                 report = decoder.decode(frames[1])
             except msgspec.DecodeError:
                 continue  # a newer writer's report that we cannot read: own picks count instead
-            self._on_load(frames[0].removeprefix(b"load@").decode("utf-8", "replace"), report)
+            pod_uid = frames[0].removeprefix(b"load@").decode("utf-8", "replace")
+            now = asyncio.get_running_loop().time()
+            for endpoint in self.endpoints.values():
+                record = endpoint.record
+                if record is not None and (record.pod_uid, record.incarnation) == (pod_uid, report.incarnation):
+                    endpoint.reported_at = now
+            self._on_load(pod_uid, report)

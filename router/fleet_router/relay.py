@@ -35,6 +35,7 @@ MAX_HELD_BYTES: Final = 64 << 10  # of one unfinished event
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is no stream
 ABORT_TIMEOUT_S: Final = 2.0
 CODE_TRANSFER_FAILED: Final = "transfer_failed"
+NOT_TAKEN: Final = ("worker_unreachable", CODE_STALE_WORKER, "worker_restarting", "loading")  # the worker never had the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Failure:
     @property
     def undelivered(self) -> bool:
         """The worker never took the request."""
-        return self.error.code in ("worker_unreachable", CODE_STALE_WORKER)
+        return self.error.code in NOT_TAKEN
 
     @property
     def retryable(self) -> bool:

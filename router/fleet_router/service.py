@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
+from urllib.parse import unquote
 
 import msgspec
 
 from fleet_contract import errors as contract_errors
 from fleet_contract import names
-from fleet_contract.errors import CODE_STALE_WORKER, ApiError
+from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
 from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
@@ -110,7 +111,7 @@ class DataService:
         elif path == "/v1/models":
             exchange.respond(200, msgspec.json.encode({"object": "list", "data": self.models()}))
         else:
-            wanted = path.removeprefix("/v1/models/").replace("%2F", "/").replace("%2f", "/")
+            wanted = unquote(path.removeprefix("/v1/models/"))
             model = next((m for m in self.models() if m["id"] == wanted), None)
             if model is None:
                 raise errors.unknown_model(wanted, self.brain.table.names)
@@ -234,7 +235,7 @@ class DataService:
 
     def _note(self, failure: Failure) -> None:
         """Tells registry and brain what a failure says about the worker."""
-        if failure.error.code in ("worker_unreachable", "worker_lost", CODE_STALE_WORKER, "worker_timeout"):
+        if failure.undelivered or failure.error.code in ("worker_lost", errors.CODE_WORKER_TIMEOUT):
             self._suspect(failure.worker, failure.error.message)
         if failure.is_fault:
             self.brain.blame(failure.worker)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from fleet_router import registry
 from fleet_router.observed import Observed, PodFacts, ServiceFacts
 from fleet_router.registry import Registry
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body
@@ -127,6 +129,44 @@ async def test_a_worker_that_reports_a_drain_gets_nothing_new_until_it_reports_t
     await asyncio.wait_for(report(False, 2), 10)
 
 
+async def test_one_poll_without_an_answer_says_nothing_about_a_worker(
+    make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ASK_TIMEOUT_S", 0.2)
+    worker = await make_worker()
+    fleet = await make_fleet(worker, queue_timeout=0.0)
+    worker.silent_polls = 1
+    endpoint = next(iter(fleet.edge.registry.endpoints.values()))
+    await until(lambda: endpoint.missed == 1, "one poll was not answered")
+    assert fleet.ready() == 1
+    assert (await fleet.chat()).status_code == 200
+    await until(lambda: endpoint.missed == 0, "the next one was")
+    worker.silent_polls = -1
+    await until(lambda: fleet.ready() == 0, "a worker that answers no poll is left")
+    worker.silent_polls = 0
+    await until(lambda: fleet.ready() == 1, "and taken again when it answers")
+
+
+async def test_a_worker_whose_load_reports_come_is_kept_longer_though_its_polls_get_no_answer(
+    make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ASK_TIMEOUT_S", 0.2)
+    worker = await make_worker()
+    fleet = await make_fleet(worker, queue_timeout=0.0)
+    endpoint = next(iter(fleet.edge.registry.endpoints.values()))
+
+    async def report_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await worker.publish()
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(report_until(lambda: endpoint.reported_at > 0), 10)
+    worker.silent_polls = -1
+    await asyncio.wait_for(report_until(lambda: endpoint.missed == registry.MISSES_OF_REPORTING - 1), 10)
+    assert fleet.ready() == 1
+    await asyncio.wait_for(report_until(lambda: fleet.ready() == 0), 10)  # reports alone do not keep it for ever
+
+
 async def test_two_services_are_served_by_short_and_long_names(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     a = await make_worker(namespace="one", service="a")
     b = await make_worker(namespace="two", service="b", model_revision="ffeeddccbbaa9988")
@@ -140,6 +180,7 @@ async def test_two_services_are_served_by_short_and_long_names(make_worker: Make
     assert [m["id"] for m in listed["data"]] == ["a", "b", "one/a", "two/b"]
     assert (await fleet.http.get(f"{fleet.url}/v1/models/one/a")).json()["id"] == "one/a"
     assert (await fleet.http.get(f"{fleet.url}/v1/models/none")).status_code == 404
+    assert (await fleet.http.get(f"{fleet.url}/v1/models/%6Fne%2Fa")).json()["id"] == "one/a", "a path's escapes are read, as for any name"
 
 
 async def test_prefill_and_decode_of_different_revisions_never_pair(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:

@@ -203,6 +203,25 @@ async def test_expect_continue_is_answered_and_an_oversized_body_is_refused_befo
     assert error_of(refused) == (413, "body_too_large")
 
 
+@pytest.mark.parametrize("pieces", [1, 7, 10_000])
+async def test_an_offer_to_upgrade_is_ignored_and_the_request_served(pieces: int, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """As curl --http2 and Java's client send it to every http:// address, also with a body."""
+    fleet = await make_fleet(await make_worker())
+    body = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    offer = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    get = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    last = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    data = offer + get + offer + last
+    reader, writer = await fleet.connect()
+    for at in range(0, len(data), -(-len(data) // pieces)):
+        writer.write(data[at : at + -(-len(data) // pieces)])
+        await asyncio.sleep(0)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK") == 4 and answer.count(b"hello") == 2
+
+
 async def test_old_clients_are_served_without_chunks(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     fleet = await make_fleet(await make_worker())
     body = json.dumps({**CHAT, "stream": True}).encode()

@@ -291,6 +291,27 @@ async def test_a_stale_incarnation_is_read_again_and_the_request_served(make_wor
     await fleet.idle()
 
 
+@pytest.mark.parametrize("code", ["worker_restarting", "loading"])
+async def test_a_request_waits_for_its_only_worker_to_restart(code: str, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """The worker never took it: it waits as any request without a ready worker does, no longer."""
+    prefill, decode = await make_worker("prefill"), await make_worker("decode")
+    fleet = await make_fleet(prefill, decode, queue_timeout=3.0, poll_interval=30.0)
+    prefill.ready = False
+    prefill.scripts.append(Script(status=503, body=error_body(code, "http was killed")))
+    decode.scripts.append(Script(wait=asyncio.Event()))  # its leg waits for pages that never come
+    request = asyncio.create_task(fleet.chat())
+    await until(lambda: fleet.ready() == 1 and sum(fleet.brain.waiting.values()) == 1, "the request waits, and others would")
+    await asyncio.wait_for(decode.legs[0].gone.wait(), 5)
+    prefill.ready = True
+    assert (await request).status_code == 200
+    assert prefill.legs[0].routed.rooms != prefill.legs[1].routed.rooms
+    prefill.ready = False
+    prefill.scripts.append(Script(status=503, body=error_body(code, "http was killed")))
+    answer = await fleet.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_ready_worker")
+    await fleet.idle()
+
+
 async def test_an_unreachable_worker_is_left_and_the_others_serve(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     dead, alive = await make_worker(), await make_worker()
     fleet = await make_fleet(dead, alive, poll_interval=5.0)

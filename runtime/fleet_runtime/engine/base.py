@@ -60,7 +60,8 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """tokens: [R] int32, defined where `sample` was set and not `failed`. failed: [R] bool, rows whose logits are not finite."""
+    """tokens: [R] int32, defined where `sample` was set and not `failed`. failed: [R] bool, rows that computed something that is
+    not finite, sampled or not: what they wrote must not be used."""
 
     tokens: I32
     failed: Bools

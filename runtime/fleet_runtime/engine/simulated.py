@@ -99,7 +99,7 @@ class SimulatedExecutor:
         self._pool[pages, batch.positions % PAGE_SIZE] = self._records(batch.token_ids, batch.positions)
         sums = np.zeros(rows, dtype=np.uint64)
         failed = np.zeros(rows, dtype=np.bool_)
-        for row in np.flatnonzero(batch.sample):
+        for row in range(rows) if self._has_poison else np.flatnonzero(batch.sample):
             context = int(batch.context_lens[row])
             table = batch.page_tables[row, : -(-context // PAGE_SIZE)]
             kv = self._pool[table].reshape(-1, _WORDS)[:context]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fleet_contract.launch import RuntimeLaunch
@@ -61,20 +62,32 @@ class TorchExecutor:
     def step(self, batch: StepInput) -> StepOutput:
         """See Executor.step."""
         rows = np.flatnonzero(batch.sample)
-        tokens, failed = np.zeros(len(batch.sample), np.int32), np.zeros(len(batch.sample), np.bool_)
-        logits = self.logits(batch)
-        tokens[rows], failed[rows] = sampler.sample(logits, batch.temperature[rows], batch.top_p[rows], batch.seed[rows], batch.context_lens[rows])
+        last = self._last_hidden(batch)
+        # A row attends to all of its context, so what is not finite anywhere in its KV has reached its last token: also a chunk that is
+        # not sampled is checked before its pages may be used by others.
+        failed = (~torch.isfinite(last).all(dim=1)).numpy()
+        tokens = np.zeros(len(batch.sample), np.int32)
+        logits = self._logits_of(last, rows)
+        tokens[rows], bad = sampler.sample(logits, batch.temperature[rows], batch.top_p[rows], batch.seed[rows], batch.context_lens[rows])
+        failed[rows] |= bad
         return StepOutput(tokens=tokens, failed=failed)
 
-    @torch.inference_mode()
     def logits(self, batch: StepInput) -> F32:
-        """Computes a step without drawing: [rows with `sample`, vocab] float32. Called by `step` and by tests."""
+        """Computes a step without drawing: [rows with `sample`, vocab] float32. Called by tests."""
+        return self._logits_of(self._last_hidden(batch), np.flatnonzero(batch.sample))
+
+    @torch.inference_mode()
+    def _last_hidden(self, batch: StepInput) -> torch.Tensor:
+        """Runs the step: [R, hidden], the last new token of each row."""
         attention = StepAttention(self._pool, batch)
         token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
         positions = torch.from_numpy(batch.positions.astype(np.int64))
         hidden = self._model.forward(token_ids, positions, attention)
-        last = batch.row_starts[1:].astype(np.int64)[batch.sample] - 1
-        out: F32 = self._model.logits(hidden[torch.from_numpy(last)]).numpy()
+        return hidden[torch.from_numpy(batch.row_starts[1:].astype(np.int64) - 1)]
+
+    @torch.inference_mode()
+    def _logits_of(self, last: torch.Tensor, rows: npt.NDArray[np.intp]) -> F32:
+        out: F32 = self._model.logits(last[torch.from_numpy(rows)]).numpy()
         return out
 
     def read_page(self, page: int) -> bytes:

@@ -183,14 +183,6 @@ class Book:
         )
         self.end(request)
 
-    def drop(self, request: Request, error: ApiError) -> None:
-        """Ends a request whose readers are gone: no terminal message."""
-        if request.state is State.ENDED:
-            return
-        self._items = [item for item in self._items if (item.rid, item.index) != request.key]
-        self.totals.aborted += 1
-        self.end(request, error)
-
     def end(self, request: Request, error: ApiError | None = None) -> None:
         """Gives back all that a request holds. Its terminal message is the caller's."""
         self._take_out(request)

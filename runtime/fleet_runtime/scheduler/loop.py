@@ -152,10 +152,11 @@ class Scheduler:
             self._transfer.reject(room, message.leg, message.bootstrap, message.prefill_incarnation, error)
 
     def drop_all(self, cause: str) -> None:
-        """A process that every request needs is gone: ends them all, without terminal messages."""
+        """A process that every request needs is gone: ends them all. Where it was http, the detokenizer must hear of each: tokens that are
+        still on their way to it may open a choice after it has cleared all."""
         error = ApiError(503, cause, type=errors.SERVER, code=errors.CODE_PEER_FAILED)
         for request in list(self.book.requests.values()):
-            self.book.drop(request, error)
+            self.book.fail(request, error)
 
     def _receive_events(self) -> None:
         if self._transfer is None:
@@ -248,7 +249,7 @@ class Scheduler:
                 else:
                     totals.decode_tokens += n
                 sampled = request.computed == request.length
-                if sampled and bool(output.failed[i]):
+                if output.failed[i]:  # before the tree or another worker gets any page of this step
                     text = "the model's output for this request is not a finite number"
                     self.book.fail(request, ApiError(500, text, type=errors.SERVER, code="numeric_error"))
                     continue

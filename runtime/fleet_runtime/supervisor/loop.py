@@ -31,6 +31,7 @@ from fleet_runtime.supervisor.children import EXIT_START_FAILED, MODULES, Child,
 from fleet_runtime.supervisor.facts import ENV_PODINFO_ANNOTATIONS, drain_seconds, read_text
 from fleet_runtime.supervisor.policy import Backoff, SchedulerBudget, death_in_words
 from fleet_runtime.supervisor.prepare import Prepared, write_atomically
+from fleet_runtime.supervisor.stand_in import StandIn
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Supervisor:
         self._introduced: tuple[str, ...] = ()  # incarnations in the last Peers
         self._budget = SchedulerBudget()
         self._backoffs = {m.HTTP: Backoff(), m.DETOKENIZER: Backoff()}
+        self._stand_in = StandIn(prepared.sockets)
         self._started = time.monotonic()
         self._drain_deadline: float | None = None
         self._served = False  # all were ready once
@@ -158,6 +160,8 @@ class Supervisor:
                 continue
             child.ready = True
             child.info = message.scheduler_info
+            if child.who == m.HTTP:
+                self._stand_in.stop()
             log.info("process ready", extra=facts(child=child.who, seconds=round(time.monotonic() - child.started_at, 3)))
 
     def _reap(self) -> None:
@@ -174,6 +178,8 @@ class Supervisor:
         row = self._board.row(who)
         row.set(phase=hb.PHASE_DEAD, pending=0, inflight=0)
         row.set_text(cause)
+        if who == m.HTTP:
+            self._stand_in.start(cause)
         log.error("process died", extra=facts(child=who, pid=child.process.pid, cause=cause, lived_s=round(now - child.started_at, 3)))
         if child.incarnation in self._introduced:
             for other in self._children.values():
@@ -281,6 +287,7 @@ class Supervisor:
 
     def _stop_children(self, *, forced: bool) -> None:
         """Http first: it still writes what was answered."""
+        self._stand_in.stop()
         for group in ((m.HTTP,), (m.DETOKENIZER, m.SCHEDULER)):
             living = [self._children[who] for who in group if who in self._children]
             for child in living:

@@ -173,6 +173,15 @@ def test_rows_that_are_not_sampled_get_no_token(tiny: Path, make_executor_of: Ma
     assert executor.step(make_batch([Row(ids, [0, 1], sample=False)])).failed.tolist() == [False]
 
 
+def test_a_chunk_that_reads_or_writes_something_not_finite_fails_though_it_is_not_sampled(tiny: Path, make_executor_of: Make) -> None:
+    executor, ids = make_executor_of(tiny), random_ids(48)
+    executor.poison([0])
+    bad, good = Row(ids, [0, 1, 2], 16, 32, sample=False), Row(ids, [3, 4, 5], 0, 32, sample=False)
+    assert executor.step(make_batch([bad, good])).failed.tolist() == [True, False]
+    unknown = [*ids[:7], -1, *ids[8:]]  # in the middle of the chunk
+    assert executor.step(make_batch([Row(unknown, [6, 7], 0, 32, sample=False)])).failed.tolist() == [True]
+
+
 def test_greedy_answers_in_a_batch_are_those_of_rows_alone(tiny: Path, make_executor_of: Make) -> None:
     """Token by token for eight rows that join one after the other; each token is the oracle's argmax outside a margin."""
     executor = make_executor_of(tiny)

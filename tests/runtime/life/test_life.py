@@ -149,6 +149,39 @@ def test_a_killed_process_costs_an_error_and_the_worker_serves_again(worker: Run
     assert worker.stop() == 0
 
 
+@pytest.mark.parametrize("port", ["data", "internal"])
+def test_without_an_http_process_a_request_is_refused_at_once_with_the_cause(worker: Runtime, port: str) -> None:
+    """However long the next http process takes to start: here it does not start at all until it may."""
+    url = {"data": worker.data, "internal": worker.internal}[port]
+    old = worker.child("http")
+    old.kill()
+
+    def next_http() -> psutil.Process | None:
+        found = worker.child("http")
+        return found if found.pid != old.pid else None
+
+    new = wait_for(next_http, "the next http process is started")
+    new.suspend()
+    try:
+        for body in (b"{}", b"x" * 300_000):  # also one that it does not read to the end before it answers
+            answer = httpx.post(url + CHAT, content=body, headers={"x-request-id": "mine"}, timeout=5)
+            assert (answer.status_code, answer.headers["retry-after"], answer.headers["x-request-id"]) == (503, "1", "mine")
+            error = answer.json()["error"]
+            assert (error["code"], error["type"], error["request_id"]) == ("worker_restarting", "overloaded_error", "mine")
+            assert "http was killed by SIGKILL" in error["message"]
+        assert httpx.get(url + "/readyz", timeout=5).status_code == 503
+        assert httpx.get(url + "/livez", timeout=5).status_code == 200
+        with socket.create_connection(worker.data_address) as silent, socket.create_connection(worker.data_address) as left:
+            left.close()
+            silent.settimeout(10)
+            assert silent.recv(1) == b"", "a client that sends nothing is closed by a limit"
+            assert httpx.get(url + "/readyz", timeout=5).status_code == 503
+    finally:
+        new.resume()
+    wait_for(lambda: serves(worker), "it serves again")
+    assert worker.stop() == 0
+
+
 def test_a_scheduler_that_dies_again_and_again_ends_the_worker(worker: Runtime) -> None:
     for _ in range(4):
         child = worker.child("scheduler")

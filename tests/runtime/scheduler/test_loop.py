@@ -181,7 +181,7 @@ class _Faulty(SimulatedExecutor):
     def step(self, batch: StepInput) -> StepOutput:
         output = super().step(batch)
         starts = batch.row_starts[:-1]
-        output.failed[:] = (batch.token_ids[starts] == 13) & batch.sample
+        output.failed[:] = batch.token_ids[starts] == 13
         return output
 
 
@@ -192,6 +192,29 @@ def test_a_row_that_is_not_finite_fails_only_its_request() -> None:
     worker.run()
     assert (bad.failed.status, bad.failed.code) == (500, "numeric_error")
     assert good.end == "length" and good.ids == VirtualScheduler().answer([1, 2, 3], 5)
+
+
+def test_what_is_not_finite_never_reaches_the_prefix_cache() -> None:
+    """A chunk is checked though nothing is sampled from it: else the next request would build on its pages."""
+    flags = flags_of(max_step_tokens=32)
+    worker = VirtualScheduler(flags, executor=_Faulty(num_pages=64, profile=SimulatedExecutor.from_flags(flags).profile, sleep=lambda s: None))
+    bad = worker.admit(rid_of(1), [*prompt(32), 13, *prompt(99)], 5)  # its second chunk is the bad one
+    worker.run()
+    assert bad.failed.code == "numeric_error"
+    assert worker.scheduler.counters()["pages_tree"] == 2
+    assert worker.scheduler.counters()["prefilled_tokens_total"] == 64, "nothing is computed on top of it"
+
+
+def test_the_detokenizer_hears_of_requests_whose_http_process_is_gone() -> None:
+    """Their first tokens may reach it after it heard of that death itself: it would keep them for ever."""
+    worker = VirtualScheduler()
+    running, waiting = worker.admit(rid_of(1), prompt(20), 50), worker.admit(rid_of(2), prompt(20), 50, index=1)
+    worker.scheduler.iterate()
+    waiting = worker.inbox.of(rid_of(2), 1)
+    assert running.opened is not None
+    worker.scheduler.drop_all("the http process is gone")
+    assert running.failed.code == waiting.failed.code == "peer_failed"
+    assert worker.book.requests == {} and worker.scheduler.counters()["pages_request"] == 0
 
 
 def test_an_exception_in_the_handling_of_one_request_fails_only_that_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,11 @@ def test_the_death_of_a_neighbour_frees_all_it_carried_and_its_successor_is_serv
     incarnation = HTTP_INCARNATION if who == m.HTTP else DETOKENIZER_INCARNATION
     worker.send(m.PeerDied(who=who, incarnation=incarnation, cause="exit code 1"), sender="supervisor")
     worker.wait_idle()
-    assert answer.end is None, "its readers are gone: no terminal message"
+    if who == m.HTTP:
+        wait_for(lambda: worker.pump() or answer.end, "the detokenizer hears of the end")
+        assert answer.failed.code == "peer_failed"
+    else:
+        assert answer.end is None, "there is nobody to tell"
     new = {"http": "c" * 16} if who == m.HTTP else {"detokenizer": "c" * 16}
     worker.introduce(**new)
     second = worker.inbox.of(rid_of(2))

@@ -94,6 +94,7 @@ class FakeWorker:
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
         self.ready = True
+        self.silent_polls = 0  # so many questions for /readyz get no answer; below 0: none does
         self.scripts: deque[Script] = deque()
         self.default = Script()
         self.received: list[Received] = []
@@ -204,6 +205,10 @@ class FakeWorker:
             writer.close()
 
     async def _answer(self, request: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/readyz" and self.silent_polls:
+            self.silent_polls -= 1
+            await reader.read(1)  # until the router hangs up
+            return False
         simple = self._simple(request)
         if simple is not None:
             status, body, kind = simple
