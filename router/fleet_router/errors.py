@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
+
+OUT_OF_FILES: Final = "out_of_files"
 
 
 def unknown_model(model: str, known: Iterable[str]) -> ApiError:
@@ -37,6 +40,16 @@ def queue_full(service: str, limit: int) -> ApiError:
 
 def worker_unreachable(worker: str, why: str) -> ApiError:
     return ApiError(502, f"worker {worker} could not be reached: {why}", type=errors.SERVER, code="worker_unreachable")
+
+
+def out_of_files() -> ApiError:
+    return ApiError(
+        503,
+        "this router has as many files open as it may (ulimit -n); try again, or run more routers",
+        type=errors.OVERLOADED,
+        code=OUT_OF_FILES,
+        retry_after_s=1,
+    )
 
 
 def worker_lost(worker: str, why: str) -> ApiError:
