@@ -15,6 +15,10 @@ from fleet_testing.fleet import Fleet
 pytest_plugins = ["fleet_local.pytest_plugin"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-refusals", action="store_true", help="write what the API server says to bad services into e2e/api/refusals.json")
+
+
 @pytest.fixture(scope="session")
 def fleet(cluster: ClusterClient, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """The chart installed on the run's cluster, and its endpoint on loopback."""
