@@ -13,7 +13,7 @@ import pytest
 
 from fleet_contract import names
 from fleet_local.api import ClusterClient
-from fleet_local.install import RELEASE, checkout, install_chart, local_values
+from fleet_local.install import RELEASE, checkout, install_chart
 from fleet_testing.fleet import Fleet, simulated, wait_for
 from fleet_testing.load import steady
 
@@ -193,9 +193,8 @@ def test_a_service_of_the_same_name_made_while_the_old_one_goes_is_what_its_own_
     fleet.apply(simulated("again", namespace, drain_s=5, prefill=2, decode=1))
     fleet.wait_ready("again", namespace)
     made = made_for(fleet, "again", namespace)
-    assert {r["uid"] for o in made.values() for r in o["metadata"]["ownerReferences"]} == {fleet.service("again", namespace)["metadata"]["uid"]} - {
-        old
-    }
+    new = fleet.service("again", namespace)["metadata"]["uid"]
+    assert new != old and {r["uid"] for o in made.values() for r in o["metadata"]["ownerReferences"]} == {new}
     now = uids(fleet.pods("again", namespace))
     assert len(now) == 3 and not set(pods.values()) & set(now.values())
 
@@ -250,12 +249,14 @@ def test_the_columns_of_kubectl_get_tell_where_a_service_stands(fleet: Fleet, na
     ]
 
 
-def test_upgrade_uninstall_and_install_of_the_chart_touch_no_model_pod(fleet: Fleet, cluster: ClusterClient, namespace: str) -> None:
+def test_upgrade_uninstall_and_install_of_the_chart_touch_no_model_pod(
+    fleet: Fleet, cluster: ClusterClient, chart_values: dict[str, str], namespace: str
+) -> None:
     fleet.apply(simulated("steady", namespace, prefill=1, decode=1))
     fleet.wait_ready("steady", namespace)
     pods, revision = uids(fleet.pods("steady", namespace)), fleet.service("steady", namespace)["status"]["revision"]
     try:
-        changed = {**local_values(), "operator.logLevel": "debug", "images.runtime": "localhost/radixfleet/other:dev"}
+        changed = {**chart_values, "operator.logLevel": "debug", "images.runtime": "localhost/radixfleet/other:dev"}
         assert install_chart(cluster, checkout(), changed)
         patch(fleet, "steady", namespace, decode={"replicas": 2})
         fleet.wait_ready("steady", namespace)
@@ -266,7 +267,7 @@ def test_upgrade_uninstall_and_install_of_the_chart_touch_no_model_pod(fleet: Fl
         assert fleet.service("steady", namespace)["status"]["revision"] == revision
         assert uids(fleet.pods("steady", namespace)) == pods
     finally:
-        install_chart(cluster, checkout(), local_values())
+        install_chart(cluster, checkout(), chart_values)
     body = {"model": f"{namespace}/steady", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     wait_for(lambda: httpx.post(f"{fleet.url}/v1/chat/completions", json=body, timeout=30).status_code == 200, within_s=60, what="it is served again")
     patch(fleet, "steady", namespace, decode={"replicas": 2})

@@ -28,6 +28,15 @@ def no_ready_worker(service: str, waited_s: float) -> ApiError:
     )
 
 
+def scaled_to_zero(service: str) -> ApiError:
+    return ApiError(
+        503,
+        f"service {service} is scaled to 0 workers; set replicas above 0 to serve (kubectl edit infsvc)",
+        type=errors.OVERLOADED,
+        code="scaled_to_zero",
+    )
+
+
 def queue_full(service: str, limit: int) -> ApiError:
     return ApiError(
         503,
