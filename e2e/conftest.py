@@ -20,11 +20,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def fleet(cluster: ClusterClient, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """The chart installed on the run's cluster, and its endpoint on loopback."""
+def chart_values(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What the chart is installed with."""
     registry = request.config.getoption("--registry")
-    values = registry_values(registry, request.config.getoption("--tag")) if registry else local_values()
-    install_chart(cluster, checkout(), values)
+    return registry_values(registry, request.config.getoption("--tag")) if registry else local_values()
+
+
+@pytest.fixture(scope="session")
+def fleet(cluster: ClusterClient, chart_values: dict[str, str]) -> Iterator[Fleet]:
+    """The chart installed on the run's cluster, and its endpoint on loopback."""
+    install_chart(cluster, checkout(), chart_values)
 
     def kubectl(*args: str, input: str | None = None) -> str:
         return cluster.kubectl(*args, stdin=input).stdout

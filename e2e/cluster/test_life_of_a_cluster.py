@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -10,17 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from fleet_local import processes
 from fleet_local.cluster import LocalCluster
 from fleet_local.components import API_CLIENTS, COMPONENTS
 from fleet_local.errors import ClusterError
 from fleet_local.namespaces import mount_points
 from fleet_local.pytest_plugin import fresh_state, start
+from fleet_testing.host_traces import Traces, host_network, namespace_inodes, traces
 
 pytestmark = pytest.mark.e2e
 
@@ -172,69 +170,6 @@ def test_the_router_endpoint_answers_503_until_a_router_is_there(tough_cluster: 
 # ---- down ----
 
 
-@dataclass(frozen=True)
-class Traces:
-    """All that a cluster has on the host and that names it; nothing of this may be left."""
-
-    processes: list[str]
-    mounts: list[str]
-    cgroups: list[str]
-    paths: list[str]
-
-
-# Where Kubernetes, containerd, runc and CNI write when nobody stops them.
-PLACES = (
-    "/run",
-    "/var/lib/kubelet",
-    "/var/lib/cni",
-    "/var/lib/containerd",
-    "/var/log/pods",
-    "/var/log/containers",
-    "/etc/cni",
-    "/opt/containerd",
-    "/tmp",
-)
-
-
-def traces(cluster: LocalCluster, inodes: set[str], marks: set[str], *, born_before_s: float = math.inf) -> Traces:
-    """Looks for a cluster's state path, namespaces (by inode) and objects (by uid or id in a path).
-
-    Args: born_before_s: CLOCK_BOOTTIME; younger processes are not looked at, since the kernel gives the inode of a namespace that is gone
-    to the next one, which may be another cluster's.
-    """
-    state, ours = str(cluster.layout.state), []
-    ticks_limit = born_before_s * os.sysconf("SC_CLK_TCK")
-    for proc in Path("/proc").glob("[0-9]*"):
-        try:
-            namespaces = {os.readlink(proc / "ns" / kind) for kind in ("net", "mnt")}
-            words = (proc / "cmdline").read_bytes().decode(errors="replace")
-            group = (proc / "cgroup").read_text()
-            born_ticks = processes.parse_stat((proc / "stat").read_text())[2]
-        except OSError:
-            continue
-        if born_ticks > ticks_limit:
-            continue
-        if int(proc.name) != os.getpid() and (namespaces & inodes or state in words or cluster.layout.cgroup in group):
-            ours.append(f"{proc.name} {words[:80]}")
-    mountinfo = Path("/proc/self/mountinfo").read_text()
-    mounts = [m for m in mount_points(mountinfo) if m.startswith(f"{state}/")] + [i for i in inodes if f" {i} " in mountinfo]
-    cgroups = [os.path.join(path, name) for path, names, _ in os.walk("/sys/fs/cgroup") for name in names if name == cluster.layout.cgroup]
-    found = [line for place in PLACES for line in find(place) if any(m in line for m in marks)]
-    return Traces(ours, mounts, cgroups, found)
-
-
-def find(place: str) -> list[str]:
-    return subprocess.run(["find", place, "-xdev"], capture_output=True, text=True).stdout.splitlines()
-
-
-def host_network() -> dict[str, str]:
-    """The host's own rules, routes and links; counters and ages left out."""
-    commands = {"iptables": ["iptables-save"], "routes": ["ip", "route", "show", "table", "all"], "links": ["ip", "-br", "link"]}
-    out = {n: subprocess.run(c, capture_output=True, text=True).stdout for n, c in commands.items()}
-    out["iptables"] = "\n".join(line.split(" [")[0] for line in out["iptables"].splitlines() if not line.startswith("#"))
-    return out
-
-
 @pytest.fixture
 def marked(local_state: Path) -> tuple[LocalCluster, set[str], set[str]]:
     """A started cluster with a pod, its namespaces' inodes, and the ids of its objects."""
@@ -242,11 +177,7 @@ def marked(local_state: Path) -> tuple[LocalCluster, set[str], set[str]]:
     uid = run_pod(cluster)
     status = cluster.get("pod", "web")["status"]["containerStatuses"][0]
     marks = {uid, status["containerID"].removeprefix("containerd://"), cluster.layout.id, str(local_state)}
-    record = processes.read_record(cluster.layout.run / "kubelet")
-    assert record is not None
-    inodes = {os.readlink(f"/proc/{record.pid}/ns/{kind}") for kind in ("net", "mnt")}
-    inner = cluster.kubectl("exec", "web", "--", "readlink", "/proc/self/ns/net").stdout.strip()
-    return cluster, inodes | {inner}, marks
+    return cluster, namespace_inodes(cluster, "web"), marks
 
 
 def test_down_leaves_nothing_but_the_cache(marked: tuple[LocalCluster, set[str], set[str]]) -> None:

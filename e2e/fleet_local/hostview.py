@@ -88,10 +88,12 @@ def image_environment() -> dict[str, str]:
 
 def base_spec(spec: dict[str, object], binds: Sequence[Bind]) -> dict[str, object]:
     """containerd's default OCI spec with our binds. They do not reach the sandbox container, so `pause` brings its own binary. Pure."""
-    mounts = spec["mounts"]
-    assert isinstance(mounts, list)
+    mounts, process = spec["mounts"], spec["process"]
+    assert isinstance(mounts, list) and isinstance(process, dict)
+    # Its 1,024 files are no limit that clusters have: pods get that of the machine, by inheritance.
+    limits = [limit for limit in process.get("rlimits", []) if limit["type"] != "RLIMIT_NOFILE"]
     extra = [{"destination": b.target, "type": "bind", "source": b.source, "options": ["rbind", "ro"]} for b in binds]
-    return {**spec, "mounts": [*mounts, *extra]}
+    return {**spec, "process": {**process, "rlimits": limits}, "mounts": [*mounts, *extra]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from fleet_contract.names import SYSTEM_NAMESPACE
+from fleet_local import binaries
 from fleet_local.api import ClusterClient
 from fleet_local.errors import ClusterError
 from fleet_local.hostview import IMAGE
+from fleet_local.steps import wait_until
 
 RELEASE: Final = "radixfleet"
 IMAGES: Final = ("operator", "router", "runtime")
+_HELM_LIMIT_S: Final = 200.0  # a bit more than the --timeout that helm gets
 
 
 def checkout() -> Path:
@@ -51,9 +54,14 @@ def install_chart(cluster: ClusterClient, root: Path, values: Mapping[str, str])
     """
     chart = root / "charts" / "radixfleet"
     wanted = f"chart {chart_hash(chart, values)}"
-    status = cluster.helm("status", RELEASE, "-n", SYSTEM_NAMESPACE, "-o", "json", check=False)
-    if status.returncode == 0 and _is_deployed(json.loads(status.stdout), wanted):
+    release = _release(cluster)
+    if _is_pending(release):
+        wait_until("the helm of an earlier run", lambda: not _helm_runs(cluster), limit_s=_HELM_LIMIT_S)
+        release = _release(cluster)
+    if _is_deployed(release, wanted):
         return False
+    if _is_pending(release):
+        _forget_attempt(cluster, release)
     if (chart / "crds").is_dir():
         cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(chart / "crds"))
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
@@ -63,6 +71,34 @@ def install_chart(cluster: ClusterClient, root: Path, values: Mapping[str, str])
     except ClusterError as e:
         raise ClusterError(f"{e}\n{explain_pods(cluster, SYSTEM_NAMESPACE)}") from e
     return True
+
+
+def _release(cluster: ClusterClient) -> dict[str, Any]:
+    """What helm knows of our release; empty when it knows none."""
+    status = cluster.helm("status", RELEASE, "-n", SYSTEM_NAMESPACE, "-o", "json", check=False)
+    found: dict[str, Any] = json.loads(status.stdout) if status.returncode == 0 else {}
+    return found
+
+
+def _is_pending(status: Mapping[str, Any]) -> bool:
+    return str(status.get("info", {}).get("status", "")).startswith("pending-")
+
+
+def _helm_runs(cluster: ClusterClient) -> bool:
+    """True while a helm for this cluster runs on this machine: when `up` is killed, its helm goes on."""
+    program, setting = str(binaries.ensure("helm")).encode(), f"KUBECONFIG={cluster.kubeconfig}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cmdline").read_bytes().startswith(program + b"\0") and setting in (process / "environ").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue  # it ended meanwhile
+    return False
+
+
+def _forget_attempt(cluster: ClusterClient, status: Mapping[str, Any]) -> None:
+    """Removes the record of an attempt whose helm was killed: while it stands, helm refuses all others. The objects stay, the next helm has them."""
+    cluster.kubectl("delete", "secret", f"sh.helm.release.v1.{RELEASE}.v{status['version']}", "-n", SYSTEM_NAMESPACE, "--ignore-not-found")
 
 
 def _is_deployed(status: Mapping[str, Any], wanted: str) -> bool:

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any, Final, NoReturn
 
+import fleet_contract.sigterm  # noqa: F401 - before all that takes time to import
 from fleet_operator.cluster import KubernetesCluster
 from fleet_operator.errors import ClusterError, LeaseLost
 from fleet_operator.handlers import watch

@@ -13,6 +13,7 @@ from fleet_operator import status as status_of
 from fleet_operator.apply import apply
 from fleet_operator.cluster import EVENT, INFERENCE_SERVICE, Cluster
 from fleet_operator.errors import ClusterError
+from fleet_operator.eventbudget import EventBudget
 from fleet_operator.facts import Key, Obj, Observed, rfc3339
 from fleet_operator.metrics import Metrics
 from fleet_operator.observe import observe
@@ -47,6 +48,7 @@ class Reconciler:
         self._cluster, self._routers, self._settings = cluster, routers, settings
         self._prober, self._served, self._metrics, self._now = prober, served, metrics, now
         self._uids: dict[Key, str] = {}
+        self._events = EventBudget()
 
     async def reconcile(self, key: Key) -> float | None:
         """Does the next step; returns the seconds until the next look, None when only an event or the resync is waited for.
@@ -110,6 +112,7 @@ class Reconciler:
             self._uids[key] = observed.uid
         if old is not None and (observed is None or observed.uid != old):
             self._prober.forget(old)
+            self._events.forget(old)
 
     def _ask(self, observed: Observed, step: Plan) -> None:
         self._prober.forget(observed.uid, keep=frozenset(revision for revision, _ in step.probe))
@@ -136,7 +139,9 @@ class Reconciler:
             await self._record(key, uid, after)
 
     async def _record(self, key: Key, uid: str, condition: Obj) -> None:
-        """One Event per change of Ready's reason; an Event that cannot be written is no reason to fail."""
+        """One Event per change of Ready's reason, within limits; an Event that cannot be written is no reason to fail."""
+        if not self._events.take(uid, self._now()):
+            return
         moment = rfc3339(self._now())
         is_bad = condition["status"] != "True" and condition["reason"] not in {p.value for p in Phase} | {
             "Loading",

@@ -63,7 +63,14 @@ def service_facts(o: Json) -> ServiceFacts:
         generation=int(meta.get("generation") or 0),
         model_name=str(_object(spec, "model").get("name") or name),
         traffic=shares,
+        is_off=_is_off(spec),
     )
+
+
+def _is_off(spec: Json) -> bool:
+    """True when every role that the spec has is set to 0 replicas; one that is not set is 1."""
+    roles = [_object(spec, role) for role in names.ROLES if isinstance(spec.get(role), Mapping)]
+    return bool(roles) and all(role.get("replicas") == 0 for role in roles)
 
 
 def pod_facts(o: Json) -> PodFacts | None:

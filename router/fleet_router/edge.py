@@ -26,7 +26,7 @@ from fleet_router.http_server import DataProtocol, Limits, ServerState
 from fleet_router.link import Ask, LinkServer
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
-from fleet_router.process import Handover, die_with_parent, read_handover, set_up_logging
+from fleet_router.process import Handover, die_with_parent, raise_file_limit, read_handover, set_up_logging
 from fleet_router.registry import Endpoint, Registry
 from fleet_router.service import DataService
 from fleet_router.settings import Settings, split_url
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID_CHARS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 MAX_REQUEST_ID: Final = 128
+RESERVED_FILES: Final = 128  # for what is no client's: logs, link, questions to workers, idle connections, refusals
+FILES_PER_REQUEST: Final = 3  # the client's connection and two legs
 
 
 def make_request_id(given: bytes | None) -> str:
@@ -45,10 +47,15 @@ def make_request_id(given: bytes | None) -> str:
     return "req-" + secrets.token_hex(12)
 
 
+def max_connections(max_files: int) -> int:
+    """Clients that can be served at once within a number of open files. Pure."""
+    return max(1, (max_files - RESERVED_FILES) // FILES_PER_REQUEST)
+
+
 class Edge:
     """Wiring of one edge process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, max_files: int) -> None:
         loop = asyncio.get_running_loop()
         self.settings = settings
         self.pool = Pool()
@@ -62,7 +69,7 @@ class Edge:
         self.server_state = ServerState(
             Limits(
                 settings.max_body_bytes, settings.max_head_bytes, settings.head_timeout, settings.body_timeout,
-                settings.idle_timeout, settings.write_timeout,
+                settings.idle_timeout, settings.write_timeout, max_connections(max_files),
             ),
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
         )  # fmt: skip
@@ -152,7 +159,7 @@ async def serve(handover: Handover) -> int:
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's Ctrl-C: the supervisor says what happens
-    edge = Edge(handover.settings)
+    edge = Edge(handover.settings, max_files=raise_file_limit())
     await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd))
     gc.collect()
     gc.freeze()

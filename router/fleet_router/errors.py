@@ -9,6 +9,7 @@ from fleet_contract import errors
 from fleet_contract.errors import ApiError
 
 CODE_WORKER_TIMEOUT: Final = "worker_timeout"
+OUT_OF_FILES: Final = "out_of_files"
 
 
 def unknown_model(model: str, known: Iterable[str]) -> ApiError:
@@ -28,6 +29,15 @@ def no_ready_worker(service: str, waited_s: float) -> ApiError:
     )
 
 
+def scaled_to_zero(service: str) -> ApiError:
+    return ApiError(
+        503,
+        f"service {service} is scaled to 0 workers; set replicas above 0 to serve (kubectl edit infsvc)",
+        type=errors.OVERLOADED,
+        code="scaled_to_zero",
+    )
+
+
 def queue_full(service: str, limit: int) -> ApiError:
     return ApiError(
         503,
@@ -40,6 +50,16 @@ def queue_full(service: str, limit: int) -> ApiError:
 
 def worker_unreachable(worker: str, why: str) -> ApiError:
     return ApiError(502, f"worker {worker} could not be reached: {why}", type=errors.SERVER, code="worker_unreachable")
+
+
+def out_of_files() -> ApiError:
+    return ApiError(
+        503,
+        "this router has as many files open as it may (ulimit -n); try again, or run more routers",
+        type=errors.OVERLOADED,
+        code=OUT_OF_FILES,
+        retry_after_s=1,
+    )
 
 
 def worker_lost(worker: str, why: str) -> ApiError:

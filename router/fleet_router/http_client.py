@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -279,9 +280,8 @@ class Pool:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(lambda: Connection(self, address), *address)
         except (OSError, TimeoutError) as e:
-            why = "no connection within 3 s" if isinstance(e, TimeoutError) else str(e)
             sink.handle.task = None
-            sink.on_lost(errors.worker_unreachable(f"{address[0]}:{address[1]}", why))
+            sink.on_lost(_connect_error(address, e))
             return
         self._open.add(connection)
         sink.handle.task = None
@@ -290,6 +290,13 @@ class Pool:
             return
         sink.handle.connection = connection
         connection.send(parts, sink)
+
+
+def _connect_error(address: tuple[str, int], e: OSError) -> ApiError:
+    """A worker is not to blame when this process may open no more files."""
+    if e.errno in (errno.EMFILE, errno.ENFILE):
+        return errors.out_of_files()
+    return errors.worker_unreachable(f"{address[0]}:{address[1]}", "no connection within 3 s" if isinstance(e, TimeoutError) else str(e))
 
 
 class _Collect:

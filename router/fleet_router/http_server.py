@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 HIGH_WATER: Final = 256 << 10
 LOW_WATER: Final = 64 << 10
 MAX_PIPELINED: Final = 16
+REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; more are closed unheard
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 _REASONS: Final = {
@@ -44,6 +45,7 @@ class Limits:
     body_timeout_s: float
     idle_timeout_s: float
     write_timeout_s: float
+    max_connections: int  # no flag: from the process's limit of open files
 
 
 @dataclass(slots=True)
@@ -187,6 +189,7 @@ class DataProtocol(asyncio.Protocol):
         self._flushed = 0
         self._closed_for_reading = False
         self._linger = False  # the client may still be sending what we refused
+        self._is_too_many = False  # came when all connections were taken: its request is refused
         self._in_message = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -203,6 +206,12 @@ class DataProtocol(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(HIGH_WATER, LOW_WATER)
         self.state.connections.add(self)
+        over = len(self.state.connections) - self.state.limits.max_connections
+        self._is_too_many = over > 0
+        if over > REFUSED_AT_ONCE:
+            self.state.on_limit("connections")
+            self.transport.abort()
+            return
         self._arm(self.state.limits.head_timeout_s, self._head_late)
 
     def data_received(self, data: bytes) -> None:
@@ -287,6 +296,8 @@ class DataProtocol(asyncio.Protocol):
         )  # fmt: skip
         self._request = request
         limit = self.state.limits.max_body_bytes
+        if self._is_too_many:
+            raise self._too_many()
         if version not in ("1.0", "1.1"):
             raise ApiError(505, f"HTTP/{version} is not spoken here; send HTTP/1.1", code="invalid_http")
         hosts = sum(1 for n, _ in self._headers if n == b"host")
@@ -438,6 +449,12 @@ class DataProtocol(asyncio.Protocol):
             f"the request body is {got}; at most {self.state.limits.max_body_bytes} bytes are allowed (--max-body-bytes of the router)",
             code="body_too_large",
         )
+
+    def _too_many(self) -> ApiError:
+        """What a client hears before this process runs out of files, when it could tell nobody any more."""
+        self.state.on_limit("connections")
+        text = f"this router has {self.state.limits.max_connections} connections, all that its limit of open files (ulimit -n) allows"
+        return ApiError(503, f"{text}; try again, or run more routers", type=contract_errors.OVERLOADED, code="too_many_connections", retry_after_s=1)
 
     def _check_head(self) -> None:
         limit = self.state.limits.max_head_bytes

@@ -19,6 +19,7 @@ class ServiceFacts(Struct, frozen=True):
     model_name: str = ""  # served short name
     aliases: list[str] = field(default_factory=list)  # further served names (static mode)
     traffic: list[tuple[str, int]] = field(default_factory=list)  # status.traffic: revision, weight
+    is_off: bool = False  # the spec asks for no workers
 
     @property
     def key(self) -> tuple[str, str]:

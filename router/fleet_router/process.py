@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -61,6 +62,13 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files as its hard limit says: each stream takes up to three. Returns that number."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def read_handover(argv: list[str]) -> Handover:

@@ -20,7 +20,7 @@ import zmq.asyncio
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import LoadReport, WorkerRecord
-from fleet_router.errors import CODE_WORKER_TIMEOUT
+from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
 from fleet_router.http_client import Pool, fetch
 from fleet_router.load import REPORT_LIFE_S
 from fleet_router.observed import PodFacts
@@ -179,6 +179,8 @@ class Registry:
                 record = await self._read_record(endpoint)
             endpoint.missed = 0
         except (ApiError, msgspec.DecodeError) as e:
+            if isinstance(e, ApiError) and e.code == OUT_OF_FILES:
+                return  # it was not even asked: what we knew stands
             healthy, reason = self._survives(endpoint, e), str(e)
         if endpoint.pod is not None and record is not None and record.pod_uid != endpoint.pod.uid:
             record, reason = None, "another pod answers at this address"  # the address was given to a new pod

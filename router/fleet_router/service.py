@@ -204,6 +204,8 @@ class DataService:
                 lease = self.brain.pick(want)
                 if lease is not None:
                     return lease, prompt
+            if service.facts.is_off:
+                raise errors.scaled_to_zero(service.label)
             left = trail.wait_until - loop.time()
             if left <= 0:
                 raise errors.no_ready_worker(service.label, loop.time() - began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import fleet_contract.sigterm  # noqa: F401 - before all that takes time to import
 from fleet_runtime.launch import run
 
 

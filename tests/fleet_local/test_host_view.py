@@ -44,9 +44,9 @@ def test_a_folder_that_pods_cannot_read_is_named(tmp_path: Path, mode: int, clos
 
 
 def test_binds_are_added_to_what_the_spec_has_already() -> None:
-    spec = {"process": {"cwd": "/"}, "mounts": [{"destination": "/proc"}]}
+    spec = {"process": {"cwd": "/", "rlimits": [{"type": "RLIMIT_NOFILE", "hard": 1024, "soft": 1024}]}, "mounts": [{"destination": "/proc"}]}
     made = base_spec(spec, [Bind("/a", "/b")])
-    assert made["process"] == {"cwd": "/"}
+    assert made["process"] == {"cwd": "/", "rlimits": []}, "pods have the machine's limit of open files"
     assert made["mounts"] == [{"destination": "/proc"}, {"destination": "/b", "type": "bind", "source": "/a", "options": ["rbind", "ro"]}]
     assert spec["mounts"] == [{"destination": "/proc"}]
 

@@ -423,3 +423,20 @@ async def test_an_event_is_written_per_change_and_none_at_rest() -> None:
     for _ in range(5):
         await world.turn()
     assert len(world.cluster.events) == len(reasons)
+
+
+async def test_a_service_that_flaps_for_hours_gets_few_events_and_a_later_change_gets_one_again() -> None:
+    world = World()
+    world.cluster.put_service("chat", pair())
+    await world.settle()
+    for turn in range(300):
+        world.routers.frozen = {"router-0"} if turn % 2 == 0 else set()
+        await world.turn(seconds=2)
+    flaps = len(world.cluster.events)
+    assert 10 < flaps <= 25, "the first changes are told, then few"
+    world.routers.frozen = set()
+    await world.settle()
+    world.cluster.pass_time(1200)
+    world.cluster.put_service("chat", pair(prefill={"replicas": 0}, decode={"replicas": 0}))
+    await world.settle()
+    assert [e["reason"] for e in world.cluster.events[flaps:]][-1] == "ScaledToZero"

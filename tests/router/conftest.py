@@ -38,9 +38,9 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
     """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here."""
     started: list[Fleet] = []
 
-    async def make(*workers: FakeWorker, wait: bool = True, **settings: Any) -> Fleet:
+    async def make(*workers: FakeWorker, wait: bool = True, max_files: int = 4096, **settings: Any) -> Fleet:
         options = {"router_id": "r", "host": "127.0.0.1", "poll_interval": 0.05, "static": tuple(w.url for w in workers)} | settings
-        edge = Edge(Settings(**options))
+        edge = Edge(Settings(**options), max_files=max_files)
         data = bind("127.0.0.1", 0, "--data-port")
         await edge.start(data, listen(f"test-{secrets.token_hex(8)}"))
         fleet = Fleet(edge, data.getsockname()[1], list(workers))

@@ -81,6 +81,22 @@ def test_a_service_without_a_model_name_is_served_under_its_own() -> None:
     assert service_facts({"metadata": {"name": "x", "namespace": "n"}, "spec": {"model": {}}}).model_name == "x"
 
 
+@pytest.mark.parametrize(
+    ("roles", "off"),
+    [
+        ({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}, True),
+        ({"unified": {"replicas": 0}}, True),
+        ({"unified": {"replicas": 1}}, False),
+        ({"unified": {}}, False),
+        ({"prefill": {"replicas": 0}, "decode": {}}, False),
+        ({}, False),
+        ({"unified": "x"}, False),
+    ],
+)
+def test_a_service_is_off_when_all_its_roles_are_set_to_zero(roles: dict[str, Any], off: bool) -> None:
+    assert service_facts({"metadata": {"name": "x", "namespace": "n"}, "spec": roles}).is_off is off
+
+
 def test_snapshots_do_not_depend_on_the_order_of_events() -> None:
     a, b = pod("a"), pod("b")
     assert observe({}, {"1": a, "2": b}) == observe({}, {"2": b, "1": a})

@@ -408,3 +408,11 @@ async def test_a_decision_is_explained_and_nothing_changes_by_it(make_worker: Ma
     assert set(chosen) == {"prefill", "decode"} and decision["tokenized"]
     terms = ("wait", "work", "decode", "room", "penalty")
     assert all(w["costSeconds"] == pytest.approx(sum(w[t] for t in terms)) for w in decision["workers"])
+
+
+async def test_a_service_that_is_scaled_to_zero_says_so_at_once(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet(wait=False, queue_timeout=60.0)
+    fleet.edge.take_observed(Observed([msgspec.structs.replace(SERVICE, is_off=True)], []))
+    response = await fleet.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "scaled_to_zero")
+    assert "replicas" in response.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from fleet_contract import names
+from fleet_router import edge
 from fleet_testing.fake_worker import DEFAULT_STREAM, Script, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -340,3 +342,42 @@ async def test_many_broken_clients_leave_nothing_behind(make_worker: MakeWorker,
     await until(lambda: not fleet.edge.server_state.connections, "no connection is left")
     await fleet.idle()
     assert (await fleet.chat()).status_code == 200
+
+
+async def test_more_connections_than_open_files_allow_are_told_why_and_the_others_go_on(make_fleet: MakeFleet, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    fleet = await make_fleet(worker, max_files=edge.RESERVED_FILES + edge.FILES_PER_REQUEST * 4)
+    held = [await fleet.connect() for _ in range(4)]
+    await until(lambda: len(fleet.edge.server_state.connections) == 4, "four connections")
+    body = json.dumps(CHAT).encode()
+    answer = await fleet.raw(post(body))
+    assert error_of(answer) == (503, "too_many_connections")
+    assert parts(answer)[1]["retry-after"] and b"4 connections" in answer
+    reader, writer = held[0]
+    writer.write(post(body, "Connection: close"))
+    assert parts(await asyncio.wait_for(reader.read(), 10))[0] == 200, "a client that is in is served"
+    for _, other in held:
+        other.close()
+
+
+async def test_a_worker_is_not_blamed_when_the_router_is_out_of_files(make_fleet: MakeFleet, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    fleet = await make_fleet(worker)
+    (endpoint,) = fleet.edge.registry.endpoints.values()
+    loop = asyncio.get_running_loop()
+    refused = 0
+
+    async def no_files(*_: Any, **__: Any) -> Any:
+        nonlocal refused
+        refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for connection in list(fleet.edge.pool._open):
+        connection.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet.edge.pool, "_reusable", lambda address: None)
+        patch.setattr(type(loop), "create_connection", no_files)
+        fleet.edge.registry.poke(endpoint.key)
+        await until(lambda: refused > 3, "the router asks in vain")
+        assert endpoint.healthy
+    assert (await fleet.post("/v1/chat/completions", CHAT)).status_code == 200

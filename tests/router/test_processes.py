@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -325,3 +326,18 @@ def test_nothing_is_left_in_the_temporary_folder_for_the_link(tmp_path: Path) ->
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
+
+
+async def test_the_edge_may_open_as_many_files_as_the_hard_limit_says(make_router: MakeRouter) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        router = await make_router("--static", "http://127.0.0.1:9", ready=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def limits() -> tuple[int, int] | None:
+        edge = router.child("fleet_router.edge")
+        return edge.rlimit(psutil.RLIMIT_NOFILE) if edge is not None else None
+
+    await until(lambda: limits() == (hard, hard), "the edge's limit is raised")

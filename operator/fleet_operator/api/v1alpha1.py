@@ -327,6 +327,8 @@ class EngineSpec(Model):
             rule(
                 f"self.all(k, k in {_FLAG_LIST})",
                 f"engine.args names a flag that does not exist; allowed: {', '.join(USER_FLAGS)}",
+                expression=f"'engine.args names a flag that does not exist: ' + self.filter(k, !(k in {_FLAG_LIST}))[0]"
+                f" + '; allowed: {', '.join(USER_FLAGS)}'",
             ),
             maxProperties=32,
         ),
