@@ -70,6 +70,7 @@ ENV_MODELS: Final = "RADIXFLEET_MODELS"  # folder of bundled models, when it is 
 BUNDLED_MODELS_DIR: Final = "/opt/radixfleet/models"
 PODINFO_DIR: Final = "/etc/podinfo"
 PODINFO_ANNOTATIONS: Final = "/etc/podinfo/annotations"  # downward-API file, one key="value" a line
+SCRATCH_DIR: Final = "/run/radixfleet"  # the one writable folder, HOME and TMPDIR; not /tmp, which may hold what is mounted from the node
 TERMINATION_LOG: Final = "/dev/termination-log"
 
 # Causes of a failed start, in the termination message {"reason", "message"}.

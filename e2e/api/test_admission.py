@@ -153,8 +153,8 @@ BAD: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "a mount without a volume": ("a", pod(volumeMounts=[{"name": "v", "mountPath": "/v"}]), "volumeMounts names a volume that volumes does not have"),
     "a mount over ours": (
         "a",
-        pod(volumes=[{"name": "v", "emptyDir": {}}], volumeMounts=[{"name": "v", "mountPath": "/tmp"}]),
-        "/tmp and /etc/podinfo are the operator's mounts; choose another mountPath",
+        pod(volumes=[{"name": "v", "emptyDir": {}}], volumeMounts=[{"name": "v", "mountPath": names.SCRATCH_DIR}]),
+        "/run/radixfleet and /etc/podinfo are the operator's mounts; choose another mountPath",
     ),
     "a relative mount": (
         "a",

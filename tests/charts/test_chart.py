@@ -90,7 +90,7 @@ def test_pods_are_restricted_and_know_who_they_are(tmp_path: Path, name: str) ->
     assert security == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     env = {e["name"] for e in container["env"]}
     assert {names.ENV_POD_NAME, names.ENV_POD_UID, names.ENV_NAMESPACE, names.ENV_POD_IP, "TMPDIR"} <= env
-    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+    assert {"name": "tmp", "mountPath": names.SCRATCH_DIR} in container["volumeMounts"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert labels[names.LABEL_NAME] == names.APP_NAME and labels[names.LABEL_COMPONENT] == name
     assert container["command"] == [f"radixfleet-{name}"]

@@ -31,8 +31,8 @@ capabilities: {drop: [ALL]}
 - {name: RADIXFLEET_POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
 - {name: RADIXFLEET_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
 - {name: RADIXFLEET_POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
-- {name: HOME, value: /tmp}
-- {name: TMPDIR, value: /tmp}
+- {name: HOME, value: /run/radixfleet}
+- {name: TMPDIR, value: /run/radixfleet}
 - {name: PYTHONUNBUFFERED, value: "1"}
 - {name: PYTHONDONTWRITEBYTECODE, value: "1"}
 {{- end -}}

@@ -25,7 +25,7 @@ RESERVED_LABEL_PREFIX: Final = "app.kubernetes.io/"
 RESERVED_ENV_PREFIX: Final = "RADIXFLEET_"
 RESERVED_ENV: Final = ("HOME", "TMPDIR", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 RESERVED_VOLUME_PREFIX: Final = "radixfleet-"
-RESERVED_MOUNTS: Final = ("/tmp", names.PODINFO_DIR)
+RESERVED_MOUNTS: Final = (names.SCRATCH_DIR, names.PODINFO_DIR)
 
 
 def rule(rule: str, message: str, *, expression: str = "", reason: str = "FieldValueInvalid", path: str = "") -> dict[str, str]:

@@ -21,8 +21,8 @@ def render_config(namespace: str, service: str, revision: str, *, version: str) 
         "immutable": True,
         "data": {
             names.ENV_SERVICE: service,
-            "HOME": "/tmp",
-            "TMPDIR": "/tmp",
+            "HOME": names.SCRATCH_DIR,
+            "TMPDIR": names.SCRATCH_DIR,
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         },

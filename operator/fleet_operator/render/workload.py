@@ -21,7 +21,7 @@ DEFAULT_DRAIN_S: Final = 300
 GRACE_BEYOND_DRAIN_S: Final = 30
 NOBODY: Final = 65534
 _PODINFO: Final = "radixfleet-podinfo"
-_TMP: Final = "radixfleet-tmp"
+_SCRATCH: Final = "radixfleet-scratch"
 
 
 def drain_timeout_s(spec: InferenceServiceSpec) -> int:
@@ -90,7 +90,7 @@ def _pod_spec(template: PodTemplate, spec: InferenceServiceSpec, container: dict
                 "name": _PODINFO,
                 "downwardAPI": {"items": [{"path": "annotations", "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.annotations"}}]},
             },
-            {"name": _TMP, "emptyDir": {}},
+            {"name": _SCRATCH, "emptyDir": {}},
             *(v.model_dump(by_alias=True, exclude_none=True) for v in template.volumes or ()),
         ],
         **_present(
@@ -134,7 +134,7 @@ def _container(
         },
         "volumeMounts": [
             {"name": _PODINFO, "mountPath": names.PODINFO_DIR, "readOnly": True},
-            {"name": _TMP, "mountPath": "/tmp"},
+            {"name": _SCRATCH, "mountPath": names.SCRATCH_DIR},
             *(m.model_dump(by_alias=True, exclude_none=True) for m in template.volume_mounts or ()),
         ],
         **_present(resources=_resources(role_spec.resources)),
