@@ -6,12 +6,14 @@ A child dies with us even when we are killed: PR_SET_PDEATHSIG is set between fo
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -32,12 +34,13 @@ class Child:
     log: Path
 
     @classmethod
-    def start(cls, name: str, argv: Sequence[str], log: Path) -> Child:
+    def start(cls, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Child:
         """Starts a process in a session of its own, so that Ctrl-C reaches only us and we end the children in order."""
         with log.open("ab") as out:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent
-            )
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+                env={**os.environ, **environment},
+            )  # fmt: skip
         return cls(name, process, log)
 
     def exit_text(self) -> str | None:

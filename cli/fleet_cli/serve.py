@@ -23,7 +23,8 @@ from types import FrameType
 
 from fleet_cli.children import Child, end_all
 from fleet_contract.launch import BadFlag, RuntimeLaunch, user_args_to_fields
-from fleet_contract.names import ROLE_DECODE, ROLE_PREFILL, ROLE_UNIFIED
+from fleet_contract.names import ENV_TERMINATION_LOG, ROLE_DECODE, ROLE_PREFILL, ROLE_UNIFIED
+from fleet_contract.worker import decode_start_failure
 
 START_LIMIT_S = 900.0
 STOP_LIMIT_S = 20.0
@@ -57,6 +58,14 @@ class Plan:
         return RuntimeLaunch.from_argv(argv)
 
 
+def byte_count(text: str) -> int:
+    """`512Mi`, `2Gi` or a plain number of bytes."""
+    for suffix, factor in (("Ki", 1 << 10), ("Mi", 1 << 20), ("Gi", 1 << 30)):
+        if text.endswith(suffix):
+            return int(text.removesuffix(suffix)) * factor
+    return int(text)
+
+
 def parse(argv: Sequence[str]) -> Plan:
     """Reads the command line. Raises SystemExit (argparse) or ServeError."""
     p = argparse.ArgumentParser(prog="radixfleet serve", description=(__doc__ or "").split("\n")[0])
@@ -68,7 +77,7 @@ def parse(argv: Sequence[str]) -> Plan:
     p.add_argument("--port", type=int, default=8000, help="port of the endpoint, 0 = any free one (default %(default)s)")
     p.add_argument("--name", help="served model name (default: the model's own)")
     p.add_argument("--context-length", type=int, default=2048, help="longest prompt + answer in tokens (default %(default)s)")
-    p.add_argument("--kv-cache-memory", type=int, default=512 << 20, help="bytes of KV pages of each worker (default %(default)s)")
+    p.add_argument("--kv-cache-memory", type=byte_count, default=512 << 20, help="memory of KV pages of each worker, as 512Mi or 2Gi (default 512Mi)")
     p.add_argument("--set", action="append", default=[], metavar="FLAG=VALUE", help="any flag of `radixfleet-runtime --help`; repeat for more")
     p.add_argument("--log-dir", type=Path, help="folder for the logs (default: a temporary one, removed at a clean end)")
     a = p.parse_args(argv)
@@ -118,6 +127,10 @@ class Fleet:
         self.router: Child | None = None
         self.stop = threading.Event()
 
+    def cause_file(self, name: str) -> Path:
+        """Where a worker writes why it cannot start."""
+        return self.folder / f"{name}.cause"
+
     @property
     def children(self) -> list[Child]:
         return [c for c in (self.router, *self.workers) if c is not None]
@@ -126,7 +139,9 @@ class Fleet:
         """Raises ServeError with the cause when a child has ended by itself."""
         for child in self.children:
             if (text := child.exit_text()) is not None:
-                raise ServeError(text)
+                cause = self.cause_file(child.name)
+                told = decode_start_failure(cause.read_text()) if cause.exists() else None
+                raise ServeError(text if told is None else f"{told.reason}: {told.message}\n{text}")
 
     def announced(self, paths: Sequence[Path]) -> list[dict[str, object]]:
         """Waits for all announce files. Raises ServeError when a child ends first, or after START_LIMIT_S."""
@@ -145,7 +160,9 @@ class Fleet:
         for i, role in enumerate(self.plan.roles):
             path = self.folder / f"{role}-{i}.json"
             argv = ["radixfleet-runtime", *self.plan.launch(role, path).to_argv()]
-            self.workers.append(Child.start(f"{role}-{i}", command(argv), self.folder / f"{role}-{i}.log"))
+            name = f"{role}-{i}"
+            cause = {ENV_TERMINATION_LOG: str(self.cause_file(name))}
+            self.workers.append(Child.start(name, command(argv), self.folder / f"{name}.log", cause))
             paths.append(path)
         records = self.announced(paths)
         urls = [f"http://127.0.0.1:{r['ports']['internal']}" for r in records]  # type: ignore[index]
@@ -200,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     folder = plan.log_dir or Path(tempfile.mkdtemp(prefix="radixfleet-serve-"))
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.json"):
+    for old in (*folder.glob("*.json"), *folder.glob("*.cause")):
         old.unlink()
     fleet = Fleet(plan, folder)
 
@@ -220,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"ready after {time.monotonic() - started:.1f} s: {url}/v1  (model {plan.name}, logs in {folder})")
         print(f"""try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{plan.name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], "stream": true}}'
+    -d '{{"model": "{plan.name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0, "stream": true}}'
 Ctrl-C ends it.""")
         sys.stdout.flush()
         fleet.run()

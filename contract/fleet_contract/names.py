@@ -72,6 +72,7 @@ PODINFO_DIR: Final = "/etc/podinfo"
 PODINFO_ANNOTATIONS: Final = "/etc/podinfo/annotations"  # downward-API file, one key="value" a line
 SCRATCH_DIR: Final = "/run/radixfleet"  # the one writable folder, HOME and TMPDIR; not /tmp, which may hold what is mounted from the node
 TERMINATION_LOG: Final = "/dev/termination-log"
+ENV_TERMINATION_LOG: Final = "RADIXFLEET_TERMINATION_LOG"  # another file for the cause of a failed start, where there is no pod
 
 # Causes of a failed start, in the termination message {"reason", "message"}.
 START_FAILURES: Final = ("ModelNotFound", "ModelInvalid", "OutOfMemory", "BadFlag", "PortInUse", "CacheUnwritable", "Internal")

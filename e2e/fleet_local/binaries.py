@@ -6,7 +6,6 @@ when they are first asked for.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
@@ -16,14 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from fleet_local.errors import ClusterError
 from fleet_local.layout import cache_folder
+from fleet_local.locks import one_at_a_time
 from fleet_local.processes import tail
 
 KUBERNETES: Final = "v1.36.3"
@@ -134,7 +133,8 @@ def ensure(program: str, say: Say = print) -> Path:
     go = find_go()
     if go is not None and (path := _cached(go, program)).is_file():
         return path
-    with _locked(cache_folder() / "bin", say):
+    # Two builds at once would fight for memory and then do the same work.
+    with one_at_a_time(cache_folder() / "bin" / "lock", lambda: say("another build runs on this machine; waiting for it")):
         go = find_go() or install_go(say)
         path = _cached(go, program)
         if not path.is_file():
@@ -159,14 +159,15 @@ def _build(go: Go, program: str, path: Path, say: Say) -> None:
     started = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [go.program, "build", *arguments, "-o", str(temporary), package],
+            [go.program, "build", "-v", *arguments, "-o", str(temporary), package],
             cwd=MODULE, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "GOTOOLCHAIN": "local", "GOWORK": "off"},
         )  # fmt: skip
     done = threading.Event()
 
     def progress() -> None:
         while not done.wait(15):
-            say(f"building {program}: {time.monotonic() - started:.0f} s …")
+            compiled = log.read_bytes().count(b"\n")  # -v writes a line a package
+            say(f"building {program}: {time.monotonic() - started:.0f} s, {compiled} packages compiled …")
 
     reporter = threading.Thread(target=progress, daemon=True)
     reporter.start()
@@ -182,19 +183,6 @@ def _build(go: Go, program: str, path: Path, say: Say) -> None:
         raise ClusterError(f"go build of {program} failed with code {code}; see {log}\n{tail(log)}")
     temporary.replace(path)
     say(f"built {program} in {time.monotonic() - started:.0f} s")
-
-
-@contextmanager
-def _locked(folder: Path, say: Say) -> Iterator[None]:
-    """One build at a time on this machine: two would fight for memory and then do the same work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another build runs on this machine; waiting for it")
-            fcntl.flock(f, fcntl.LOCK_EX)
-        yield
 
 
 def main(argv: Sequence[str]) -> int:

@@ -67,6 +67,10 @@ class LocalCluster(ClusterClient):
 
     # ---- what it is like ----
 
+    def environment(self) -> dict[str, str]:
+        """As for any cluster; and kubectl keeps its notes in our state folder, not in the user's home, so that `down` takes them along."""
+        return {**super().environment(), "KUBECACHEDIR": str(self.layout.state / "kubectl-cache")}
+
     @property
     def memory(self) -> Memory | None:
         return self.layout.recall()

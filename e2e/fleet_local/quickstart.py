@@ -21,12 +21,13 @@ from fleet_local.api import ClusterClient
 from fleet_local.cluster import LocalCluster
 from fleet_local.errors import ClusterError
 from fleet_local.install import checkout, explain_pods, install_chart, local_values
-from fleet_local.layout import default_state
+from fleet_local.layout import cache_folder, default_state
+from fleet_local.locks import one_at_a_time
 from fleet_local.steps import Outcome, Progress
 
 NAMESPACE: Final = "default"
 SERVICE: Final = "chat"
-QUESTION: Final = "Give me one tip for learning to cook."
+QUESTION: Final = "What is the capital of France?"
 _AVAILABLE_LIMIT_S: Final = 600.0
 _CHAT_LIMIT_S: Final = 120.0
 
@@ -57,11 +58,13 @@ def run(cluster: LocalCluster) -> None:
         progress.step(Outcome(name, time.monotonic() - started, note))
 
     root = checkout()
-    cluster.up()
-    timed("helm", lambda: _helm(progress))
-    timed("chart", lambda: "installed" if install_chart(cluster, root, local_values()) else None)
-    timed("service", lambda: _apply(cluster, root / "examples" / "quickstart.yaml"))
-    timed("available", lambda: wait_available(cluster, NAMESPACE, SERVICE, progress.say))
+    lock = cache_folder() / "locks" / f"make-up-{cluster.layout.id}"
+    with one_at_a_time(lock, lambda: progress.say("another `make up` works on this cluster; waiting for it")):
+        cluster.up()
+        timed("helm", lambda: _helm(progress))
+        timed("chart", lambda: "installed" if install_chart(cluster, root, local_values()) else None)
+        timed("service", lambda: _apply(cluster, root / "examples" / "quickstart.yaml"))
+        timed("available", lambda: wait_available(cluster, NAMESPACE, SERVICE, progress.say))
     print(f"\n> {QUESTION}\n", flush=True)
     asked = time.monotonic()
     answered = ask(cluster.router_url, f"{NAMESPACE}/{SERVICE}", QUESTION, lambda text: print(text, end="", flush=True))
@@ -174,9 +177,10 @@ kubectl    {local} kubectl get infsvc,pods     (or: export KUBECONFIG={kubeconfi
 
 What to try next:
   curl {url}/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{NAMESPACE}/{SERVICE}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    -d '{{"model": "{NAMESPACE}/{SERVICE}", "messages": [{{"role": "user", "content": "Name three colours."}}], "temperature": 0, "stream": true}}'
   {local} kubectl explain infsvc.spec
   {local} kubectl patch infsvc {SERVICE} --type merge -p '{{"spec":{{"decode":{{"replicas":2}}}}}}'
+  {local} kubectl logs -n radixfleet-system deploy/radixfleet-router
   {local} status          make down"""
 
 

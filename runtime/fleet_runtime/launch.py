@@ -17,7 +17,6 @@ from fleet_contract.worker import StartFailure
 from fleet_runtime.errors import StartError
 from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.supervisor.children import MODULES
-from fleet_runtime.supervisor.facts import ENV_TERMINATION_LOG
 from fleet_runtime.supervisor.loop import Signals, Supervisor
 from fleet_runtime.supervisor.prepare import prepare
 
@@ -64,7 +63,7 @@ def run(argv: Sequence[str], env: Mapping[str, str], modules: Mapping[str, str] 
 
 def write_termination(env: Mapping[str, str], failure: StartFailure) -> None:
     """Writes the cause where the kubelet looks for it. Outside a pod there is no such file, and none is made."""
-    override = env.get(ENV_TERMINATION_LOG)
+    override = env.get(names.ENV_TERMINATION_LOG)
     path = Path(override or names.TERMINATION_LOG)
     if override is None and not path.is_file():
         return

@@ -59,6 +59,11 @@ def test_a_taken_port_is_refused_before_the_start(capsys: pytest.CaptureFixture[
     assert f"--port {port} on 127.0.0.1 cannot be used" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "value"), [("512Mi", 512 << 20), ("2Gi", 2 << 30), ("64Ki", 64 << 10), ("1048576", 1 << 20)])
+def test_memory_is_written_as_in_the_yaml_or_in_bytes(text: str, value: int) -> None:
+    assert serve.parse(["m", "--kv-cache-memory", text]).kv_cache_memory == value
+
+
 @pytest.mark.parametrize(("argv", "code", "text"), [([], 2, "usage"), (["--help"], 0, "serve MODEL"), (["version"], 0, "0.1.0")])
 def test_usage(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == code

@@ -88,7 +88,8 @@ def test_a_worker_that_cannot_start_ends_serve_with_its_cause(tmp_path: Path) ->
         [sys.executable, "-m", "fleet_cli", "serve", str(tmp_path / "no-such-model"), "--port", "0"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert "no-such-model" in done.stderr and "unified-0 exited with code" in done.stderr
+    assert done.stderr.startswith("radixfleet serve: ModelNotFound: ") and "no-such-model" in done.stderr.splitlines()[0]
+    assert "unified-0 exited with code" in done.stderr
 
 
 def test_a_worker_that_dies_later_ends_serve_with_its_cause() -> None:

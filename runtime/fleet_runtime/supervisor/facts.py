@@ -15,7 +15,6 @@ from fleet_runtime.config import Identity
 
 # For tests and for pods that mount it elsewhere.
 ENV_PODINFO_ANNOTATIONS: Final = "RADIXFLEET_PODINFO_ANNOTATIONS"
-ENV_TERMINATION_LOG: Final = "RADIXFLEET_TERMINATION_LOG"
 
 PASSED_DEADLINE_S: Final = 1.0  # a drain whose deadline is over still gets this long to say goodbye
 

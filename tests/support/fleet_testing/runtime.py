@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
+from fleet_contract import names
+
 SUPPORT = str(Path(__file__).parents[1])
 START_S = 60.0
 
@@ -53,7 +55,7 @@ class Runtime:
                 env=os.environ
                 | {
                     "PYTHONPATH": os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")]),
-                    "RADIXFLEET_TERMINATION_LOG": str(self.termination),
+                    names.ENV_TERMINATION_LOG: str(self.termination),
                     "RADIXFLEET_PODINFO_ANNOTATIONS": str(self.podinfo),
                     "FAKE_SCHEDULER_LOG": str(self.scheduler_log),
                 }
