@@ -277,8 +277,12 @@ class _Facts:
         if not found["Available"].is_true and (self.phase is not Phase.STARTING or trouble is None):
             return Answer("False", found["Available"].reason, found["Available"].message)
         if self.phase is not Phase.COMPLETE:
-            text = trouble.message if trouble is not None else self._phase_text()
-            return Answer("False", trouble.reason if trouble is not None else found["RolloutComplete"].reason, text)
+            answer = found["RolloutComplete"] if trouble is None else Answer("False", trouble.reason, trouble.message)
+            if self.phase is Phase.STARTING and found["Available"].is_true and self.traffic != self.target:
+                # The counts speak of the new revision; the reason says that this is no outage.
+                reason = "RollingOut" if trouble is None else answer.reason
+                return Answer("False", reason, f"revision {self.traffic} serves meanwhile; {answer.message}")
+            return Answer("False", answer.reason, answer.message)
         if self.observed.name_holder and (self.observed.spec.get("model") or {}).get("name"):
             key = self.observed.key
             text = f"model.name {self._short()} belongs to the older service {self.observed.name_holder}"

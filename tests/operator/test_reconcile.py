@@ -100,6 +100,19 @@ async def test_ready_is_not_true_while_old_pods_satisfy_the_count() -> None:
     assert world.cluster.service("chat")["status"]["roles"]["decode"] == {"desired": 1, "ready": 0, "updated": 0}
 
 
+async def test_a_rollout_does_not_look_like_an_outage() -> None:
+    world = World()
+    world.cluster.put_service("chat", pair())
+    await world.settle()
+    old = world.cluster.service("chat")["status"]["revision"]
+    assert world.cluster.condition("chat", "Ready")["reason"] == "Ready"
+    world.cluster.put_service("chat", pair(engine={"contextLength": 2048}))
+    await world.look()
+    ready = world.cluster.condition("chat", "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "RollingOut")
+    assert f"revision {old} serves meanwhile" in ready["message"]
+
+
 async def test_a_broken_image_leaves_the_old_revision_serving_and_a_good_one_recovers() -> None:
     world = World()
     world.cluster.put_service("chat", pair())
@@ -112,6 +125,7 @@ async def test_a_broken_image_leaves_the_old_revision_serving_and_a_good_one_rec
         await world.turn()
     assert good <= set(world.sets()) and world.cluster.condition("chat", "Available")["status"] == "True"
     assert world.cluster.condition("chat", "Ready")["reason"] == "ImagePullFailed"
+    assert "serves meanwhile" in world.cluster.condition("chat", "Ready")["message"]
     world.cluster.put_service("chat", pair(engine={"contextLength": 1024}))
     await world.settle()
     assert world.cluster.condition("chat", "Ready")["status"] == "True" and len(world.sets()) == 2
