@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,28 @@ from fleet_local.components import COMPONENTS
 pytestmark = pytest.mark.e2e
 
 STEPS = ("binaries", "certificates", "cgroups", "namespaces", "configuration", "images", *COMPONENTS)
+LATER_STEPS = ("node", "helm", "chart", "service", "available")  # of `make up`
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
 
 
 def up(state: Path) -> subprocess.Popen[str]:
     """`radixfleet local up` as a process whose lines can be followed."""
     ports = [] if LocalCluster(state).memory else ["--api-port", str(free_port()), "--router-port", str(free_port())]
-    command = [sys.executable, "-m", "fleet_local.cli", "up", "--state", str(state), *ports]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+    return _start("fleet_local.cli", "up", "--state", str(state), *ports)
 
 
-def kill_after(state: Path, step: str) -> None:
+def make_up(state: Path) -> subprocess.Popen[str]:
+    """`make up` after its set-up: the cluster, the chart, the quickstart's service, one question."""
+    return _start("fleet_local.quickstart", "--state", str(state))
+
+
+def kill_after(state: Path, step: str, start: Callable[[Path], subprocess.Popen[str]] = up) -> None:
     """Starts `up` and kills it as soon as it has told that a step is done."""
-    with up(state) as process:
+    with start(state) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.split()[:1] == [step]:
@@ -69,14 +80,45 @@ def test_up_goes_on_after_it_was_killed_at_some_steps(local_state: Path) -> None
     works(local_state)
 
 
+def answers(state: Path) -> list[str]:
+    """Runs `make up` to its end, where it must have asked and been answered; returns the lines of its steps."""
+    with make_up(state) as process:
+        assert process.stdout is not None
+        lines = process.stdout.read().splitlines()
+    assert process.returncode == 0 and any("chunks in" in line for line in lines), "\n".join(lines)
+    return [line for line in lines[: lines.index("")] if line.split()[2:3] == ["s"]]
+
+
+@pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("step", STEPS)
-def test_up_goes_on_after_it_was_killed_after_any_step(local_state: Path, step: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("step", [*STEPS, *LATER_STEPS])
+def test_make_up_goes_on_after_it_was_killed_after_any_step(local_state: Path, step: str, request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--kill-everywhere"):
         pytest.skip("a long test: make up-kill")
-    kill_after(local_state, step)
-    finish(local_state)
-    works(local_state)
+    kill_after(local_state, step, make_up)
+    answers(local_state)
+    told = answers(local_state)
+    assert {line.split()[0] for line in told} >= {*STEPS, *LATER_STEPS}
+    assert all(line.endswith("already there") for line in told), "\n".join(told)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(1800)
+def test_make_up_goes_on_after_it_was_killed_at_any_moment(local_state: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--kill-everywhere"):
+        pytest.skip("a long test: make up-kill")
+    chance = random.Random(21)
+    for round_number in range(5):
+        for _ in range(4):
+            with make_up(local_state) as process:
+                time.sleep(chance.uniform(1.0, 25.0))
+                process.send_signal(signal.SIGKILL)
+        try:
+            answers(local_state)
+            assert all(line.endswith("already there") for line in answers(local_state))
+        except AssertionError as e:
+            raise AssertionError(f"round {round_number}: {e}") from e
+        LocalCluster(local_state, quiet=True).down()
 
 
 @pytest.mark.timeout(900)

@@ -78,20 +78,22 @@ def test_a_stream_longer_than_the_drain_ends_with_an_error_event_and_its_pod_goe
     fleet.apply(slow("short", namespace, drain_s=3, prefill=1, decode=2))
     fleet.wait_ready("short", namespace)
     victim = sorted(uids(fleet.pods("short", namespace, "decode")))[-1]
-    body = {"model": f"{namespace}/short", "messages": [{"role": "user", "content": "go"}], "max_tokens": 200, "stream": True}
+    body = {"model": f"{namespace}/short", "max_tokens": 200, "stream": True}
 
-    def stream(_: int) -> tuple[int, str]:
-        with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json=body, timeout=60) as answer:
+    def stream(number: int) -> tuple[int, str]:
+        messages = [{"role": "user", "content": f"{number} " * 100}]  # nothing in common, so that they are spread
+        with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json={**body, "messages": messages}, timeout=60) as answer:
             return answer.status_code, answer.read().decode()
 
     with ThreadPoolExecutor(8) as pool:
         results = pool.map(stream, range(8))
-        wait_for(lambda: fleet.inflight("short", namespace) >= 8, within_s=20, what="streams on both pods")
+        pods = fleet.pods("short", namespace, "decode")
+        wait_for(lambda: all(fleet.metrics(p)["running_requests"] > 0 for p in pods), within_s=20, what="streams on both pods")
         patch(fleet, "short", namespace, decode={"replicas": 1})
         started = time.monotonic()
         wait_for(lambda: victim not in uids(fleet.pods("short", namespace, "decode")), within_s=3 + 5, what=f"{victim} is told to go")
+        print(f"gone after {time.monotonic() - started:.1f} s")
         answers = list(results)
-    print(f"gone after {time.monotonic() - started:.1f} s")
     whole = [data for status, data in answers if status == 200 and data.rstrip().endswith("[DONE]")]
     cut = [data for status, data in answers if status == 200 and not data.rstrip().endswith("[DONE]")]
     assert len(whole) + len(cut) == 8 and whole and cut, [data[-300:] for _, data in answers]
