@@ -181,7 +181,7 @@ What to try next:
   {local} kubectl explain infsvc.spec
   {local} kubectl patch infsvc {SERVICE} --type merge -p '{{"spec":{{"decode":{{"replicas":2}}}}}}'
   {local} kubectl logs -n radixfleet-system deploy/radixfleet-router
-  {local} status          make down"""
+  {local} status          {"make" if not state else local} down"""
 
 
 if __name__ == "__main__":
