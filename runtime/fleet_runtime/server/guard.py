@@ -103,6 +103,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.connections.discard(self)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after a reset the library leaves its timer, which holds all of a dead connection for its time
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -84,6 +85,8 @@ class HttpProcess:
         started = time.monotonic()
         self.state.text = await asyncio.to_thread(load_text_model, config)
         log.info("tokenizer loaded", extra=facts(seconds=round(time.monotonic() - started, 3)))
+        gc.collect()
+        gc.freeze()  # what was loaded stays: full collections are due by what requests leave behind, not by a share of all that is here
         yield_to_engine()
         self.state.mailbox.send(m.SUPERVISOR, m.Ready(who=m.HTTP, pid=os.getpid()))
         self._background(self._become_ready())
