@@ -5,8 +5,9 @@
     decode = DELTA L step                              our answer of L tokens
     room   = L step max(0, (kv + prompt + L) / capacity - 1)
 
-A unified worker costs the whole sum, a pair (wait + work) of the prefill + (decode + room) of the decode. Workers within 20 ms or
-1 % of the best are equal: of these, those that hold most of the prefix, then at random. Pure; the random source is passed in.
+A unified worker costs the whole sum, a pair (wait + work) of the prefill + (decode + room) of the decode. Workers within
+20 ms of the best, but at most 10 % of it (a small model's whole cost can be less), are equal: of these, those that hold most of the prefix, then
+at random. Pure; the random source is passed in.
 Named tuples, because they cost a third of frozen dataclasses and a choice makes several for each worker.
 """
 
@@ -24,7 +25,7 @@ BETA: Final = 0.1
 BETA_ROWS: Final = 20
 DELTA: Final = 0.3
 NEAR_TIE_S: Final = 0.020
-NEAR_TIE_SHARE: Final = 0.01
+NEAR_TIE_SHARE: Final = 0.1
 
 # Used where a worker's profile says 0.
 DEFAULT_PREFILL_TOKENS_PER_S: Final = 2_000.0
@@ -121,7 +122,7 @@ def choose(terms: Sequence[Terms], draw: Callable[[int], int]) -> Terms:
     """
     totals = [t.total for t in terms]
     best = min(totals)
-    limit = best + max(NEAR_TIE_S, NEAR_TIE_SHARE * best)
+    limit = best + min(NEAR_TIE_S, NEAR_TIE_SHARE * best)
     near = [t for t, total in zip(terms, totals, strict=True) if total <= limit]
     if len(near) > 1:
         most = max(t.hit_tokens for t in near)

@@ -74,7 +74,18 @@ def test_among_near_ties_the_longest_hit_wins() -> None:
 def test_the_chosen_worker_is_never_worse_than_the_tie_window(loads: list[tuple[int, int, int]], rng: random.Random) -> None:
     terms = [unified_terms(candidate(i, pend=p, run=r, hit=h), ASK) for i, (p, r, h) in enumerate(loads)]
     best = min(t.total for t in terms)
-    assert choose(terms, rng.randrange).total <= best + max(0.02, 0.01 * best)
+    assert choose(terms, rng.randrange).total <= best + min(0.02, 0.1 * best)
+
+
+def test_many_equal_prompts_spread_over_the_decodes_of_a_fast_model() -> None:
+    """With steps of 2 ms all costs lie within 20 ms of each other; the one that holds the prefix must not get everything for that."""
+    fast = Speed.of(Profile(20_000.0, step_base_s=0.002, step_per_row_s=0.0001), 100_000)
+    rows = [0, 0]
+    for _ in range(32):
+        holds = (Candidate(0, fast, Load(run=rows[0]), 96), Candidate(1, fast, Load(run=rows[1]), 0))
+        terms = [decode_terms(c, Ask(100, 8)) for c in holds]
+        rows[choose(terms, first).slot] += 1
+    assert min(rows) >= 10, rows
 
 
 @pytest.mark.parametrize(
