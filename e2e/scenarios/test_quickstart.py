@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_testing.oracle import Agreement, teacher_forced
 
 from fleet_testing.fleet import Fleet, wait_for
+from fleet_testing.oracle import Agreement, teacher_forced
 from fleet_text.prompt import PromptEncoder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model]

@@ -77,6 +77,9 @@ def _pod_spec(template: PodTemplate, spec: InferenceServiceSpec, container: dict
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        # So that no program of ours is process 1, for which the kernel drops a SIGTERM until a handler is set: a pod that is deleted while
+        # Python still boots would live on until its grace period ends.
+        "shareProcessNamespace": True,
         "terminationGracePeriodSeconds": drain_timeout_s(spec) + GRACE_BEYOND_DRAIN_S,
         "securityContext": {
             "runAsNonRoot": True,
