@@ -120,11 +120,6 @@ def zip_files(files: Mapping[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def zip_folder(folder: Path) -> bytes:
-    """`zip_files` of a model folder."""
-    return zip_files(read_folder(folder))
-
-
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if name not in files:
         return {}

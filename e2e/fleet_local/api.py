@@ -11,13 +11,11 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
 
 from fleet_local import binaries
 from fleet_local.errors import ClusterError
-
-NODE_READY_PATH: Final = "/api/v1/nodes/"
 
 
 class AdminApi:

@@ -57,7 +57,7 @@ _BOARD_BYTES: Final = _COUNTERS_AT + 8 * len(COUNTERS)
 class Row:
     """One process's row. Writers set fields; readers get them. `beat_ns` is CLOCK_MONOTONIC."""
 
-    _FIELDS: Final = {"phase": 0, "percent": 8, "beat_ns": 16, "steps": 24, "pending": 32, "inflight": 40, "prefilled_tokens": 48}
+    _FIELDS: Final = {"phase": 0, "percent": 8, "beat_ns": 16, "steps": 24, "pending": 32, "inflight": 40}
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory = memory

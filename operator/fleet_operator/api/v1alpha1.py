@@ -18,7 +18,6 @@ from fleet_contract.launch import USER_FLAGS
 from fleet_operator.api import quantity
 
 MAX_REPLICAS: Final = 1000
-URI_SCHEMES: Final = ("bundled", "file", "simulated")
 # What no podTemplate may set: ours by name, so that a pod can always be found, probed and drained.
 RESERVED_PREFIX: Final = "radixfleet.io/"
 RESERVED_LABEL_PREFIX: Final = "app.kubernetes.io/"

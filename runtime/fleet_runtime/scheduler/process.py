@@ -171,7 +171,7 @@ class SchedulerProcess:
         scheduler = self._scheduler
         totals = scheduler.book.totals
         open_requests = len(scheduler.book.requests)
-        self._row.set(steps=totals.steps, pending=open_requests, inflight=open_requests, prefilled_tokens=totals.prefilled_tokens)
+        self._row.set(steps=totals.steps, pending=open_requests, inflight=open_requests)
         self._row.beat()
         self._board.set_counters(scheduler.counters())
         if (report := self._reporter.due()) is not None:
