@@ -9,16 +9,14 @@ import time
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from tokenizers import Tokenizer
 
-from fleet_contract.worker import StartFailure
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.detokenizer.choices import Choices
 from fleet_runtime.detokenizer.incremental import Decode
-from fleet_runtime.errors import StartError
+from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
 from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files
@@ -26,7 +24,6 @@ from fleet_runtime.priority import yield_to_engine
 
 log = logging.getLogger(__name__)
 
-EXIT_START_FAILED: Final = 3
 _POLL_MS: Final = 500
 
 
@@ -86,7 +83,7 @@ def main() -> None:
     try:
         serve(config, incarnation)
     except StartError as e:
-        (Path(run_dir) / f"{m.DETOKENIZER}.failure").write_bytes(msgspec.json.encode(StartFailure(e.reason, e.message)))
+        leave_failure(run_dir, m.DETOKENIZER, e)
         sys.exit(EXIT_START_FAILED)
 
 

@@ -13,20 +13,17 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Final, NoReturn
 
-import msgspec
 import zmq
 
 from fleet_contract.handoff import Hello
 from fleet_contract.names import ROLE_DECODE
-from fleet_contract.worker import StartFailure
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.engine.base import Executor
 from fleet_runtime.engine.factory import make_executor
-from fleet_runtime.errors import StartError
+from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
 from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING, Board
 from fleet_runtime.scheduler.load import LoadPublisher, LoadReporter
 from fleet_runtime.scheduler.loop import Scheduler
@@ -35,8 +32,6 @@ from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
 
 log = logging.getLogger(__name__)
-FAILURE_FILE: Final = "scheduler.failure"
-EXIT_CANNOT_START: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
 _IDLE_WAIT_S: Final = 0.25
 _HOLDING_WAIT_S: Final = 0.05  # while requests wait: their deadlines are looked at
@@ -201,8 +196,8 @@ def main(argv: list[str]) -> int:
         process = SchedulerProcess(config, incarnation, board)
     except StartError as e:
         log.error("cannot start: %s: %s", e.reason, e.message)
-        (Path(run_dir) / FAILURE_FILE).write_bytes(msgspec.json.encode(StartFailure(e.reason, e.message)))
-        return EXIT_CANNOT_START
+        leave_failure(run_dir, m.SCHEDULER, e)
+        return EXIT_START_FAILED
     try:
         process.run()
     except SystemExit:

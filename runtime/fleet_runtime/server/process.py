@@ -15,20 +15,17 @@ import socket
 import sys
 import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Final
 
-import msgspec
 import uvicorn
 import uvloop
 
 from fleet_contract.errors import ApiError
 from fleet_contract.wire import RoutedHeaders, encode_ids
-from fleet_contract.worker import StartFailure
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
-from fleet_runtime.errors import StartError
+from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
 from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.priority import yield_to_engine
@@ -38,7 +35,6 @@ from fleet_runtime.server.state import HttpState, load_text_model
 
 log = logging.getLogger(__name__)
 
-EXIT_START_FAILED: Final = 3
 _KEEP_ALIVE_S: Final = 75
 _FLUSH_S: Final = 2.0
 _BEAT_S: Final = 0.2
@@ -209,7 +205,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_main(config, incarnation))
     except StartError as e:
-        (Path(run_dir) / f"{m.HTTP}.failure").write_bytes(msgspec.json.encode(StartFailure(e.reason, e.message)))
+        leave_failure(run_dir, m.HTTP, e)
         os._exit(EXIT_START_FAILED)
     os._exit(0)  # no waiting for idle keep-alive connections or pool threads
 

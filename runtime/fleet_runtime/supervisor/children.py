@@ -16,13 +16,13 @@ from typing import Final
 from fleet_contract.worker import StartFailure, decode_start_failure
 from fleet_runtime import messages as m
 from fleet_runtime.config import mint_incarnation
+from fleet_runtime.errors import failure_file
 
 MODULES: Final = {
     m.SCHEDULER: "fleet_runtime.scheduler.process",
     m.DETOKENIZER: "fleet_runtime.detokenizer.process",
     m.HTTP: "fleet_runtime.server.process",
 }
-EXIT_START_FAILED: Final = 3  # the child wrote <process>.failure
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -56,15 +56,10 @@ class Child:
         return True
 
 
-def failure_path(run_dir: str | Path, who: str) -> Path:
-    """Where a child that cannot start leaves its StartFailure."""
-    return Path(run_dir) / f"{who}.failure"
-
-
 def read_failure(run_dir: str | Path, who: str) -> StartFailure | None:
     """The StartFailure of a child that exited with EXIT_START_FAILED."""
     try:
-        return decode_start_failure(failure_path(run_dir, who).read_text())
+        return decode_start_failure(failure_file(run_dir, who).read_text())
     except OSError:
         return None
 
@@ -73,7 +68,7 @@ def spawn(who: str, run_dir: str, *, fds: Sequence[int] = (), modules: Mapping[s
     """Starts a child with a new incarnation. It inherits `fds`, has a session of its own (a Ctrl-C of the terminal is the supervisor's
     to handle) and is killed by the kernel when the supervisor's main thread is gone."""
     incarnation = mint_incarnation()
-    failure_path(run_dir, who).unlink(missing_ok=True)
+    failure_file(run_dir, who).unlink(missing_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-m", modules[who], run_dir, incarnation],
         stdin=subprocess.DEVNULL,
