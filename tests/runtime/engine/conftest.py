@@ -28,7 +28,7 @@ def executor_of(folder: Path, *, num_pages: int = 64, dtype: torch.dtype = torch
     """An executor whose free pages are poisoned, so that any read of an unwritten number shows."""
     torch.set_num_threads(2)
     model = load_model(folder, dtype=dtype, context_length=512, progress=lambda _p, _t: None)
-    executor = TorchExecutor(model, KvPool(model.kv_shape, num_pages, dtype))
+    executor = TorchExecutor(model, KvPool(model.kv_shape, num_pages, dtype), slots=64)
     executor.poison(range(num_pages))
     return executor
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fleet_runtime.engine.base import StepInput
+from fleet_runtime.engine.base import Sampling, StepInput, greedy
 
 
 def make_llama(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> LlamaForCausalLM:
@@ -64,7 +64,15 @@ def make_batch(rows: Sequence[Row]) -> StepInput:
         context_lens=np.array([r.start + n for r, n in zip(rows, counts, strict=True)], np.int32),
         page_tables=np.array([[*r.pages, *[1 << 30] * (width - len(r.pages))] for r in rows], np.int32),
         sample=np.array([r.sample for r in rows], np.bool_),
-        temperature=np.array([r.temperature for r in rows], np.float32),
-        top_p=np.array([r.top_p for r in rows], np.float32),
-        seed=np.array([r.seed for r in rows], np.uint64),
+        slots=np.arange(len(rows), dtype=np.int32),
     )
+
+
+def make_step(rows: Sequence[Row]) -> tuple[StepInput, Sampling]:
+    """The rows' arrays, and how they draw."""
+    drawn = [r for r in rows if r.sample]
+    sampling = greedy(len(drawn))
+    sampling.temperature = np.array([r.temperature for r in drawn], np.float32)
+    sampling.top_p = np.array([r.top_p for r in drawn], np.float32)
+    sampling.seed = np.array([r.seed for r in drawn], np.uint64)
+    return make_batch(rows), sampling
