@@ -1,4 +1,4 @@
-"""`make cases`: runs the tests that are marked with a case's number and prints one line a case. Exits non-zero for a case that failed or has no test."""
+"""`make cases`: runs the tests that are marked with a case's number and prints one line a case. Exits non-zero for a failure or a missing test."""
 
 from __future__ import annotations
 
