@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleet_contract import names
 from fleet_contract.errors import CODE_ABORTED, NOT_FOUND, SERVER, ApiError
+from fleet_contract.logs import facts
 from fleet_contract.wire import RoutedHeaders, WireError, parse_routed_headers, split_ids_body
 from fleet_contract.worker import AbortAnswer, AbortRequest
-from fleet_runtime.logs import facts
 from fleet_runtime.server import validate
 from fleet_runtime.server.body import ClientGone, parse_json, parse_object, read_body
 from fleet_runtime.server.health import look, not_live, not_ready

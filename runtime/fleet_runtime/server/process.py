@@ -21,12 +21,12 @@ import uvicorn
 import uvloop
 
 from fleet_contract.errors import ApiError
+from fleet_contract.logs import facts, set_up_logging
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
-from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.priority import yield_to_engine
 from fleet_runtime.server.app import create_app
