@@ -86,7 +86,8 @@ class Supervisor:
         self._introduced: tuple[str, ...] = ()  # incarnations in the last Peers
         self._budget = SchedulerBudget()
         self._backoffs = {m.HTTP: Backoff(), m.DETOKENIZER: Backoff()}
-        self._stand_in = StandIn(prepared.sockets)
+        # Where the data port speaks TLS, its callers wait in the backlog: the stand-in has no certificate.
+        self._stand_in = StandIn(prepared.sockets[1:] if self._flags.tls_cert_file else prepared.sockets)
         self._started = time.monotonic()
         self._drain_deadline: float | None = None
         self._served = False  # all were ready once
