@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--body", default="{}", metavar="JSON", help="fields merged into every request's body")
     load = p.add_argument_group("load")
     load.add_argument("--mode", choices=("closed", "rate", "poisson", "trace"), default="closed",
-                      help="closed: always --concurrency open; rate, poisson: --rate a second; trace: at its own times (default %(default)s)")  # fmt: skip
+                      help="closed: always --concurrency open; rate, poisson: --rate a second; trace: as recorded (default %(default)s)")  # fmt: skip
     load.add_argument("--concurrency", type=int, help="requests open at once (closed: default 8; other modes: an upper limit, default none)")
     load.add_argument("--rate", type=float, help="requests (multi-turn: conversations) a second, of rate and poisson")
     load.add_argument("--requests", type=int, help=f"requests in all (default {DEFAULT_REQUESTS}; a trace: all; with --duration: no limit)")
@@ -90,6 +90,9 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--temperature", type=float, default=0.0, help="(default %(default)s)")
     data.add_argument("--seed", type=int, default=0, help="of data and arrivals; the same seed sends the same requests (default %(default)s)")
     data.add_argument("--prompt-ids", action="store_true", help="prompts as token ids; needs --endpoint completions")
+    data.add_argument(
+        "--vocabulary", type=Length.parse, default=Length(100, 40_000), metavar="LOW-HIGH", help="ids of --prompt-ids (default 100-40000)"
+    )
     data.add_argument("--prefixes", type=int, default=8, help="shared-prefix: how many beginnings (default %(default)s)")
     data.add_argument("--prefix-tokens", type=int, default=512, help="shared-prefix: their length (default %(default)s)")
     data.add_argument("--turns", type=int, default=4, help="multi-turn: questions of a conversation (default %(default)s)")
@@ -122,7 +125,16 @@ def plan(argv: Sequence[str]) -> Plan:
         raise BenchError("; ".join(faults))
     requests = a.requests if a.requests or a.duration or a.mode == "trace" else DEFAULT_REQUESTS
     target = Target(a.model or "", a.endpoint, a.ignore_eos, not a.no_usage, a.temperature, extra, a.timeout)
-    shape = Shape(a.input_tokens, a.output_tokens, a.seed, a.prompt_ids, prefixes=a.prefixes, prefix_tokens=a.prefix_tokens, turns=a.turns)
+    shape = Shape(
+        a.input_tokens,
+        a.output_tokens,
+        a.seed,
+        a.prompt_ids,
+        (a.vocabulary.low, a.vocabulary.high),
+        prefixes=a.prefixes,
+        prefix_tokens=a.prefix_tokens,
+        turns=a.turns,
+    )
     slo = Slo(*(None if v is None else v / 1000 for v in (a.slo_ttft_ms, a.slo_itl_ms, a.slo_e2e_ms)))
     secret = ("api_key", "header", "json", "quiet")
     settings = {k: f"{v.low}-{v.high}" if isinstance(v, Length) else v for k, v in vars(a).items() if k not in secret}
