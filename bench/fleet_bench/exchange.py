@@ -53,7 +53,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -74,7 +74,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -111,8 +111,8 @@ class _Answer:
         except msgspec.MsgspecError as e:
             r.error, r.message = "bad answer", f"{e}: {event[:200]!r}"
             return
-        if chunk.error is not None and bytes(chunk.error) != b"null":
-            r.error, r.message = "error event", bytes(chunk.error)[:500].decode(errors="replace")
+        if chunk.error is not None:
+            r.error, r.message = "error event", str(chunk.error)[:500]
             return
         if chunk.usage is not None:
             r.prompt_tokens, r.completion_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class Record:
     @property
     def itl_s(self) -> list[float]:
         """Gaps between events with text. An event may hold several tokens; `tpot_s` does not depend on that."""
-        return [b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.token_s)]
 
     @property
     def tpot_s(self) -> float | None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 from statistics import fmean
 from typing import Final
 
@@ -163,7 +163,7 @@ def gaps_within(rows: Sequence[Record], begin: float, end: float) -> list[float]
     out: list[float] = []
     for r in rows:
         times = [t for t in r.token_s if t <= end]
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False) if b > begin]
+        gaps = [b - a for a, b in pairwise(times) if b > begin]
         if times and (r.end_s is None or r.end_s > end) and (waits := end - times[-1]) > max(gaps, default=0.0):
             gaps.append(waits)
         out += gaps

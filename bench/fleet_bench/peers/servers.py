@@ -197,10 +197,11 @@ def ensure_kinds(
     wanted: Sequence[str], *, ours_model: str, model_folder: str, ours_flags: Sequence[str], say: Callable[[str], None]
 ) -> tuple[dict[str, Kind], dict[str, str]]:
     """Kinds by name, and for those that cannot be had here the reason."""
-    kinds, missing = {"ours": ours("ours", ours_model, ours_flags)}, {}
+    kinds = {"ours": ours("ours", ours_model, ours_flags)}
+    missing: dict[str, str] = {}
     if any(name.startswith("vllm") for name in wanted):
         try:
-            kinds |= {k: v for k, v in vllm_kinds(model_folder, setup.ensure(setup.VLLM, say)).items()}
+            kinds |= vllm_kinds(model_folder, setup.ensure(setup.VLLM, say))
         except setup.CannotSetUp as e:
             missing |= {name: str(e) for name in ("vllm", "vllm-eager", "vllm-first")}
     if "llama" in wanted:
