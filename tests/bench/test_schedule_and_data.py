@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +24,7 @@ def test_a_fixed_rate_does_not_drift() -> None:
 
 def test_poisson_arrivals_have_the_rate_the_spread_and_the_seed() -> None:
     times = list(islice(schedule.poisson(20, 1), 20_000))
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert times == sorted(times) and times == list(islice(schedule.poisson(20, 1), 20_000)) != list(islice(schedule.poisson(20, 2), 20_000))
     assert fmean(gaps) == pytest.approx(0.05, rel=0.05)
     assert fmean((g - 0.05) ** 2 for g in gaps) ** 0.5 == pytest.approx(0.05, rel=0.05)  # exponential: deviation = mean
