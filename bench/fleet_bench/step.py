@@ -67,7 +67,11 @@ async def ask(client: Client, steps: int, timeout_s: float) -> StepProfile:
 def table(profile: StepProfile) -> str:
     """Stages, the longest first, and their sum."""
     total = sum(stage.mean_us for stage in profile.stages.values())
-    lines = [f"{profile.steps} steps, {total:.0f} us each", "", f"{'stage':20}{'mean us':>11}{'p50 us':>11}{'p99 us':>11}{'share':>9}"]
+    lines = [
+        f"{profile.steps} steps, {total:.0f} us each in these stages",
+        "",
+        f"{'stage':20}{'mean us':>11}{'p50 us':>11}{'p99 us':>11}{'share':>9}",
+    ]
     for name, s in sorted(profile.stages.items(), key=lambda item: -item[1].mean_us):
         lines.append(f"{name:20}{s.mean_us:>11.1f}{s.p50_us:>11.1f}{s.p99_us:>11.1f}{s.share:>9.1%}")
     if EXECUTOR in profile.stages:

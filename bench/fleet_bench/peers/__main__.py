@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model-folder", type=Path, default=Path.home() / ".cache/radixfleet/models/smollm2-135m-instruct", help="the same model for vLLM"
     )
-    p.add_argument("--ours-flags", default="--dtype bfloat16", help="more flags of radixfleet-runtime (default '%(default)s')")
+    p.add_argument("--ours-flags", default="--executor native", help="more flags of radixfleet-runtime (default '%(default)s')")
     p.add_argument("--int8-flags", default="--weight-dtype int8", help="added for int8 (default '%(default)s')")
     p.add_argument("--results", type=Path, default=Path("bench/results"), help="folder for the JSON (default %(default)s)")
     return p

@@ -203,6 +203,8 @@ async def scheduler(b: Bench) -> Figures:
             profile = await ask(internal, 64, 60)
         finally:
             await playing
+        if profile.steps < 32:
+            raise RoundFailed(f"the profile saw {profile.steps} steps; 32 rows were at work for {2 * OUTPUT}")
         return {"scheduler": profile.scheduler_us}
     finally:
         client.close()
