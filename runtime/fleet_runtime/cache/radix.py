@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -254,18 +254,33 @@ class RadixTree:
 
     def clear(self) -> list[int]:
         """Drops every page that is not locked, and returns them."""
-        if self.protected:
-            return self.evict(self.evictable)
+        return self.evict(self.evictable) if self.protected else self.reset()
+
+    def reset(self) -> list[int]:
+        """Drops every page, locked or not, and returns them; all handles are void. For repair, when no request holds one."""
         out: list[int] = []
         for node in list(self.nodes()):
             out += node.pages
             node.parent = node.entry = None
         self.root.children = {}
         self._order = []
-        self.evictable = 0
+        self.evictable = self.protected = 0
         if out and self._listener is not None:
             self._listener.cleared()
         return out
+
+    def rebuild(self, handles: Iterable[Node]) -> None:
+        """Makes locks, counts and the order of eviction anew from the nodes and the live handles (one for each lock). For repair."""
+        self._order = []
+        self.evictable = self.protected = 0
+        for node in self.nodes():
+            node.locks = 0
+            node.entry = None
+            self.evictable += len(node.pages)
+        for node in handles:
+            self.lock(node)
+        for node in self.nodes():
+            self._place(node)
 
     def runs(self) -> Iterator[Run]:
         """All that the tree holds, one run per node, parents first. Has hashes only with a listener. O(nodes)."""
