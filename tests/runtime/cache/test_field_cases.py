@@ -83,10 +83,10 @@ def test_a_greedy_prompt_has_the_same_text_cold_warm_and_in_company(chunk: int) 
 def test_an_abort_before_the_start_leaves_nothing_locked() -> None:
     """A warm prefix of half the pool, 50 requests on it, every second one aborted while it waits.
 
-    Fault: `Book.try_lease` keeps the lock of a lease that it could not give a row (the `unlock` of `KvMemory.admit` left out).
+    Fault: `KvMemory.admit` keeps its lock on the prefix when there are too few pages for the rest.
     """
     rng = random.Random(6)
-    worker = VirtualScheduler(flags_of(64, max_queue=1000, max_step_tokens=32, max_rows=2))
+    worker = VirtualScheduler(flags_of(64, max_queue=1000, max_step_tokens=32))
     prefix = prompt(rng, 32 * PAGE_SIZE)
     worker.answer([*prefix, 97], 1)
     for n in range(50):
