@@ -20,10 +20,11 @@ from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, ApiError
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_contract.worker import AbortRequest, PrefillAnswer
-from fleet_router import brain, errors
+from fleet_router import errors
 from fleet_router.body import Parsed, Prompt
 from fleet_router.http_client import Handle, Pool, fetch, request_parts
 from fleet_router.http_server import Exchange
+from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
 from fleet_router.table import Worker
 
@@ -139,7 +140,7 @@ class Aborter:
 class _LegSink:
     """One leg's answer."""
 
-    def __init__(self, attempt: Attempt, leg: brain.Leg, serving: bool) -> None:
+    def __init__(self, attempt: Attempt, leg: Leg, serving: bool) -> None:
         self.attempt = attempt
         self.leg = leg
         self.serving = serving
@@ -196,7 +197,7 @@ class _LegSink:
 class Attempt:
     """See the module. `run` gives the outcome; by then every leg is ended and every count given back."""
 
-    def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: brain.Lease, timing: Timing) -> None:
+    def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: Lease, timing: Timing) -> None:
         self.streamed = False
         self._pool = pool
         self._aborter = aborter
@@ -354,7 +355,7 @@ class Attempt:
             parts = leg_request(self, sink.leg, parsed, prompt, rooms)
             sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
 
-    def routed_headers(self, leg: brain.Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
+    def routed_headers(self, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
         """What the router tells a worker beside the client's request."""
         prefill = self._lease.prefill
         return RoutedHeaders(
@@ -410,7 +411,7 @@ class Attempt:
                 self._aborter.abort(sink.leg.worker, self.rid)
 
 
-def leg_request(attempt: Attempt, leg: brain.Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
+def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
     """The bytes for one leg: the client's JSON, with token ids behind it when we have them."""
     headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *attempt.routed_headers(leg, rooms)]
     body, content_type = parsed.body, "application/json"

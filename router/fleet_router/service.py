@@ -21,11 +21,12 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
 from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
-from fleet_router.brain import Brain, Lease, Want
-from fleet_router.choice import Ask
+from fleet_router.brain import Brain
+from fleet_router.decide.rule import Ask
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import Exchange, Request
+from fleet_router.lease import Lease, Want
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.settings import Settings
 from fleet_router.table import Service, Worker
@@ -199,9 +200,9 @@ class DataService:
                     prompts[model_revision] = prompt
                 want = Want(
                     service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys, excluded,
-                    exchange.request.request_id, any_role=parsed.path == TOKENIZE,
+                    exchange.request.request_id, any_role=parsed.path == TOKENIZE, silent=not parsed.stream, size_bytes=len(parsed.body),
                 )  # fmt: skip
-                lease = self.brain.pick(want)
+                lease = await self.brain.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
                 if lease is not None:
                     return lease, prompt
             if service.facts.is_off:

@@ -378,7 +378,7 @@ async def test_counts_are_zero_after_clients_and_workers_failed_in_every_way(mak
         await asyncio.gather(*(one(n) for n in range(start, start + 20)))
     await fleet.idle()
     for worker in fleet.brain._workers:
-        assert worker.book.picks == {}
+        assert worker.load.picks == {}
 
 
 @pytest.mark.parametrize(

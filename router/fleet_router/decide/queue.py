@@ -36,6 +36,7 @@ REFRESH_S: Final = 1.0  # hits of a waiting request may be so old
 LOOK_CELLS: Final = 1 << 16  # requests x workers of one look
 MIN_LOOK_AHEAD: Final = 64
 MAX_LOOKS: Final = 4
+ROOM_AFTER: Final = 1.5  # times the affinity wait: then room is made for a request that fits nowhere
 MAX_FINISHED: Final = 4096
 BATCH: Final = "batch"
 
@@ -121,6 +122,7 @@ class CacheQueue:
         self._per_tenant: dict[str, int] = {}
         self._aging: deque[tuple[float, Waiting]] = deque()
         self.size_bytes = 0
+        self.kept: tuple[Waiting, int] | None = None  # a request that fits nowhere, and the slot that is kept free for it
 
     def __len__(self) -> int:
         return sum(self._per_tenant.values())
@@ -367,9 +369,10 @@ class _Look:
         costs = m[WAIT] + m[UNIT] * miss + m[PENALTY]
         is_open = self._add_answers(costs, prompt, answer) & (m[WAIT] < self._thetas(requests))
         self._exclude(requests, costs, is_open)
+        self._keep_room(requests, is_open, age)
         least = costs.min(axis=1)
         limit = least + np.minimum(NEAR_TIE_S, NEAR_TIE_SHARE * least)
-        wanted: Bools = is_open & ((costs <= limit[:, None]) | (age > rules.affinity_s)[:, None])
+        wanted: Bools = np.logical_and(is_open, (costs <= limit[:, None]) | (age > rules.affinity_s)[:, None])
         may = wanted.any(axis=1)
         if not may.any():
             return None
@@ -401,6 +404,18 @@ class _Look:
             p = m[:, n:]
             fits[:, n:] = fit.any(axis=1)[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
         return fits
+
+    def _keep_room(self, requests: list[Waiting], is_open: Bools, age: Floats) -> None:
+        """A request that fits nowhere for long gets one worker kept free of others until it fits; else small ones pass it for ever."""
+        stuck = (age > ROOM_AFTER * self._queue.rules.affinity_s) & ~is_open.any(axis=1)
+        if not stuck.any():
+            return
+        kept = self._queue.kept
+        if kept is None or not kept[0].queued or kept[1] not in self._slots:
+            oldest = requests[int(np.where(stuck, age, -np.inf).argmax())]
+            kept = self._queue.kept = oldest, int(self._slots[(self._m[COMMITTED] / self._m[CAPACITY]).argmin()])
+        others = np.array([r is not kept[0] for r in requests])
+        is_open[np.ix_(others, self._slots == kept[1])] = False
 
     def _exclude(self, requests: list[Waiting], costs: Floats, is_open: Bools) -> None:
         for n, request in enumerate(requests):

@@ -60,7 +60,7 @@ def _request(fields: Any, own: int) -> Request:
     if not isinstance(fields, dict):
         raise ValueError("a JSON object is needed")
     at = fields["timestamp"] / 1000 if "timestamp" in fields else fields.get("time")
-    if type(at) not in (int, float) or not 0 <= at < 1e12:
+    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
         raise ValueError(f"timestamp (ms) or time (s) has to be a number from 0, not {at!r}")
     tokens = fields.get("input_length")
     blocks = fields.get("hash_ids")
