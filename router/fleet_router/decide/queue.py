@@ -49,7 +49,7 @@ Ints = npt.NDArray[np.intp]
 class QueueRules:
     """The bounds. Times in seconds."""
 
-    theta_s: float = 1.0
+    theta_s: float = 1.25  # of learned speeds, which include what running decodes take
     look_ahead: int = 256
     affinity_s: float = 20.0
     age_weight: float = 0.02  # of the order, per second
@@ -122,7 +122,6 @@ class CacheQueue:
         self._per_tenant: dict[str, int] = {}
         self._aging: deque[tuple[float, Waiting]] = deque()
         self.size_bytes = 0
-        self.kept: tuple[Waiting, int] | None = None  # a request that fits nowhere, and the slot that is kept free for it
 
     def __len__(self) -> int:
         return sum(self._per_tenant.values())
@@ -369,7 +368,7 @@ class _Look:
         costs = m[WAIT] + m[UNIT] * miss + m[PENALTY]
         is_open = self._add_answers(costs, prompt, answer) & (m[WAIT] < self._thetas(requests))
         self._exclude(requests, costs, is_open)
-        self._keep_room(requests, is_open, age)
+        self._keep_room(is_open, age)
         least = costs.min(axis=1)
         limit = least + np.minimum(NEAR_TIE_S, NEAR_TIE_SHARE * least)
         wanted: Bools = np.logical_and(is_open, (costs <= limit[:, None]) | (age > rules.affinity_s)[:, None])
@@ -402,20 +401,16 @@ class _Look:
             cost, fit = _answers(d, prompt, answer, delta(self._queue.table, pool.slots_decode))
             costs[:, n:] += np.where(fit, cost + d[PENALTY], np.inf).min(axis=1)[:, None]
             p = m[:, n:]
-            fits[:, n:] = fit.any(axis=1)[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
+            fits[:, n:] = np.asarray(fit.any(axis=1))[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
         return fits
 
-    def _keep_room(self, requests: list[Waiting], is_open: Bools, age: Floats) -> None:
-        """A request that fits nowhere for long gets one worker kept free of others until it fits; else small ones pass it for ever."""
+    def _keep_room(self, is_open: Bools, age: Floats) -> None:
+        """While a request fits nowhere for long, the emptiest worker is kept for it: else small ones pass it for ever."""
         stuck = (age > ROOM_AFTER * self._queue.rules.affinity_s) & ~is_open.any(axis=1)
-        if not stuck.any():
-            return
-        kept = self._queue.kept
-        if kept is None or not kept[0].queued or kept[1] not in self._slots:
-            oldest = requests[int(np.where(stuck, age, -np.inf).argmax())]
-            kept = self._queue.kept = oldest, int(self._slots[(self._m[COMMITTED] / self._m[CAPACITY]).argmin()])
-        others = np.array([r is not kept[0] for r in requests])
-        is_open[np.ix_(others, self._slots == kept[1])] = False
+        if stuck.any():
+            oldest = int(np.where(stuck, age, -np.inf).argmax())
+            kept = int((self._m[COMMITTED] / self._m[CAPACITY]).argmin())
+            is_open[np.arange(len(age)) != oldest, kept] = False
 
     def _exclude(self, requests: list[Waiting], costs: Floats, is_open: Bools) -> None:
         for n, request in enumerate(requests):
