@@ -7,7 +7,7 @@
     room   = L step max(0, (committed + prompt + L) / capacity - 1)
 
 R and step are learned. DELTA is 0.3 among equal workers and rises to 1 where their speeds differ. A worker that serves alone costs
-the whole sum; a pair (wait + work) of the prefill + transfer + (decode + room) of the decode. Workers within 20 ms of the best, but
+the whole sum; a pair (wait + work) of the prefill + hand-over + (decode + room) of the decode. Workers within 20 ms of the best, but
 at most 10 % of it (a small model's whole cost can be less), are equal: of these, those that hold most of the prefix, then at random.
 
 Pure functions over the columns of `load.LoadTable`; the random source is passed in.
@@ -31,6 +31,7 @@ MIXED_SPEEDS: Final = 1.5  # from here on they differ
 NEAR_TIE_S: Final = 0.020
 NEAR_TIE_SHARE: Final = 0.1
 BEST_PREFILLS: Final = 4  # of all pairs, those with one of these are looked at
+HANDOVER_S: Final = 0.010  # of any pair: messages, and the decode's step that is under way
 TRANSFER_TOKENS_PER_S: Final = 50_000.0  # between two hosts
 
 Floats = npt.NDArray[np.float64]
@@ -247,4 +248,4 @@ def _best_pair(pool: Pool, p: Terms, d: Terms, ask: Ask, hits: Hits, draw: Draw,
     held = hits.gpu[p.slots[some], None] + 1e-6 * hits.gpu[d.slots][None, :]
     at = _draw_near(costs.ravel(), held.ravel(), draw)
     row, column = divmod(at, d_total.size)
-    return Chosen(int(d.slots[column]), int(p.slots[some[row]]), float(costs[row, column]))
+    return Chosen(int(d.slots[column]), int(p.slots[some[row]]), float(costs[row, column]) + HANDOVER_S)
