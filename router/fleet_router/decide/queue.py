@@ -6,8 +6,8 @@ minus a little for its age, whose best worker is open. After `affinity_s` a requ
 it is given back as too late.
 
 Classes and tenants get weighted shares of tokens: each (class, tenant) flow has a virtual time that its tokens advance, and only
-flows within one quantum of the least are looked at (the quantum is what the fleet computes in theta seconds, so that a heavy tenant
-delays a light one by about theta). The batch class goes only when nothing else waits, and stops at 90 % of theta. A request older
+flows within one quantum of the least are looked at together (a quarter of what the fleet computes in theta seconds, so that a heavy
+tenant delays a light one by about theta). The batch class goes only when nothing else waits, and stops at 90 % of theta. A request older
 than `affinity_s` moves up one class.
 
 Clock-free; the costs come from `rule`. Rows of one matrix hold each waiting request's hits, so that one look is a few array operations.
@@ -36,6 +36,7 @@ REFRESH_S: Final = 1.0  # hits of a waiting request may be so old
 LOOK_CELLS: Final = 1 << 16  # requests x workers of one look
 MIN_LOOK_AHEAD: Final = 64
 MAX_LOOKS: Final = 4
+QUANTUM: Final = 0.25  # of what the fleet computes in theta
 ROOM_AFTER: Final = 1.5  # times the affinity wait: then room is made for a request that fits nowhere
 MAX_FINISHED: Final = 4096
 BATCH: Final = "batch"
@@ -122,6 +123,7 @@ class CacheQueue:
         self._per_tenant: dict[str, int] = {}
         self._aging: deque[tuple[float, Waiting]] = deque()
         self.size_bytes = 0
+        self.stuck: Waiting | None = None  # fits nowhere for long: room is being made for it
 
     def __len__(self) -> int:
         return sum(self._per_tenant.values())
@@ -285,15 +287,14 @@ class CacheQueue:
         for _ in range(MAX_LOOKS):
             if not flows:
                 return
-            limit = flows[0].at + self.rules.theta_s * rate
+            limit = flows[0].at + QUANTUM * self.rules.theta_s * rate
             group = [f for f in flows if f.at <= limit]
             flows = flows[len(group) :]
-            group.sort(key=lambda f: len(f.requests))
-            out: list[Waiting] = []
-            for n, flow in enumerate(group):
-                share = -(-(room - len(out)) // (len(group) - n))
-                out += islice(flow.requests.values(), share)
-            yield out
+            left, shares = room, {}
+            for n, flow in enumerate(sorted(group, key=lambda f: len(f.requests))):  # what short flows leave, long ones may use
+                shares[id(flow)] = share = min(len(flow.requests), -(-left // (len(group) - n)))
+                left -= share
+            yield [request for flow in group for request in islice(flow.requests.values(), shares[id(flow)])]
 
     def _charge(self, request: Waiting, tokens: float) -> None:
         flow = request.flow
@@ -368,7 +369,7 @@ class _Look:
         costs = m[WAIT] + m[UNIT] * miss + m[PENALTY]
         is_open = self._add_answers(costs, prompt, answer) & (m[WAIT] < self._thetas(requests))
         self._exclude(requests, costs, is_open)
-        self._keep_room(is_open, age)
+        self._keep_room(requests, is_open, age)
         least = costs.min(axis=1)
         limit = least + np.minimum(NEAR_TIE_S, NEAR_TIE_SHARE * least)
         wanted: Bools = np.logical_and(is_open, (costs <= limit[:, None]) | (age > rules.affinity_s)[:, None])
@@ -404,13 +405,16 @@ class _Look:
             fits[:, n:] = np.asarray(fit.any(axis=1))[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
         return fits
 
-    def _keep_room(self, is_open: Bools, age: Floats) -> None:
+    def _keep_room(self, requests: list[Waiting], is_open: Bools, age: Floats) -> None:
         """While a request fits nowhere for long, the emptiest worker is kept for it: else small ones pass it for ever."""
-        stuck = (age > ROOM_AFTER * self._queue.rules.affinity_s) & ~is_open.any(axis=1)
-        if stuck.any():
-            oldest = int(np.where(stuck, age, -np.inf).argmax())
+        queue = self._queue
+        stuck = (age > ROOM_AFTER * queue.rules.affinity_s) & ~is_open.any(axis=1)
+        if queue.stuck is None or not queue.stuck.queued:
+            queue.stuck = requests[int(np.where(stuck, age, -np.inf).argmax())] if stuck.any() else None
+        if queue.stuck is not None:
+            others = np.array([r is not queue.stuck for r in requests])
             kept = int((self._m[COMMITTED] / self._m[CAPACITY]).argmin())
-            is_open[np.arange(len(age)) != oldest, kept] = False
+            is_open[others, kept] = False
 
     def _exclude(self, requests: list[Waiting], costs: Floats, is_open: Bools) -> None:
         for n, request in enumerate(requests):
