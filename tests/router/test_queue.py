@@ -238,13 +238,15 @@ def test_classes_get_tokens_by_their_weights_and_batch_only_what_is_left() -> No
 
 
 def test_an_aged_request_moves_up_one_class() -> None:
+    """More arrives than the worker can do; without moving up, the batch class would never get anything."""
     world = World(1, QueueRules(theta_s=1.0, affinity_s=3.0))
     world.send(2000, name="first")
     world.send(1000, name="batch", klass="batch")
-    for n in range(40):
+    for n in range(60):
         world.send(1000, name=f"d{n}")
-    world.until(30.0)
-    assert "batch" in world.order, world.order
+        world.until(world.now + 0.5)
+    assert world.queued > 20
+    assert world.order.index("batch") < 10, world.order
 
 
 # -- bounds

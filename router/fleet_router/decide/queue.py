@@ -37,7 +37,7 @@ LOOK_CELLS: Final = 1 << 16  # requests x workers of one look
 MIN_LOOK_AHEAD: Final = 64
 MAX_LOOKS: Final = 4
 QUANTUM: Final = 0.25  # of what the fleet computes in theta
-ROOM_AFTER: Final = 1.5  # times the affinity wait: then room is made for a request that fits nowhere
+ROOM_AFTER: Final = 2.0  # times the affinity wait: then room is made for a request that fits nowhere
 MAX_FINISHED: Final = 4096
 BATCH: Final = "batch"
 
@@ -308,10 +308,9 @@ class CacheQueue:
         if self._hits.shape[1] < width:
             self._hits = np.pad(self._hits, ((0, 0), (0, width - self._hits.shape[1])))
         every = np.arange(width)
-        for request in requests:
-            if now - request.hits_at > REFRESH_S:
-                request.hits_at = now
-                self._hits[request.row] = self._look_up(request.keys).saved(every)
+        for request in [r for r in requests if now - r.hits_at > REFRESH_S]:
+            request.hits_at = now
+            self._hits[request.row] = self._look_up(request.keys).saved(every)
 
     def rows_of(self, requests: Sequence[Waiting]) -> tuple[Floats, Floats]:
         """(tokens saved in every slot, (prompt, answer, arrived)) of each request."""
@@ -341,7 +340,8 @@ class CacheQueue:
                     self._finished = {name: at for name, at in self._finished.items() if at > self._virtual}
 
     def _move_up(self, now: float) -> None:
-        while self._aging and (self._aging[0][0] <= now or not self._aging[0][1].queued):
+        """Where there is only one flow, nobody could be passed."""
+        while self._aging and len(self._flows) > 1 and (self._aging[0][0] <= now or not self._aging[0][1].queued):
             _, request = self._aging.popleft()
             if request.queued and request.moved_up == 0:
                 self._leave(request)
@@ -367,7 +367,9 @@ class _Look:
         prompt, answer, age = facts[:, 0:1], facts[:, 1:2], self._now - facts[:, 2]
         miss = np.maximum(prompt - saved[:, self._slots], 1.0)
         costs = m[WAIT] + m[UNIT] * miss + m[PENALTY]
-        is_open = self._add_answers(costs, prompt, answer) & (m[WAIT] < self._thetas(requests))
+        flow = requests[0].flow
+        share = BATCH_SHARE_OF_THETA if flow is not None and flow.klass == BATCH else 1.0  # batch never shares a look with others
+        is_open = self._add_answers(costs, prompt, answer) & (m[WAIT] < share * rules.theta_s)
         self._exclude(requests, costs, is_open)
         self._keep_room(requests, is_open, age)
         least = costs.min(axis=1)
@@ -383,12 +385,6 @@ class _Look:
         mask = np.zeros(self._queue.num_slots, np.bool_)
         mask[self._slots[wanted[at]]] = True
         return requests[at], mask, float(missing[at] + answer[at, 0])
-
-    def _thetas(self, requests: list[Waiting]) -> Floats | float:
-        theta = self._queue.rules.theta_s
-        if not any(r.klass == BATCH for r in requests):
-            return theta
-        return np.array([[theta * (BATCH_SHARE_OF_THETA if r.klass == BATCH else 1.0)] for r in requests])
 
     def _add_answers(self, costs: Floats, prompt: Floats, answer: Floats) -> Bools:
         """Adds what the answers cost, where they are made; returns which requests fit where."""
@@ -417,12 +413,11 @@ class _Look:
             is_open[others, kept] = False
 
     def _exclude(self, requests: list[Waiting], costs: Floats, is_open: Bools) -> None:
-        for n, request in enumerate(requests):
-            if request.exclude:
-                out = np.isin(self._slots, list(request.exclude))
-                if not out.all():
-                    costs[n, out] = np.inf
-                    is_open[n, out] = False
+        for n in [n for n, request in enumerate(requests) if request.exclude]:
+            out = np.isin(self._slots, list(requests[n].exclude))
+            if not out.all():
+                costs[n, out] = np.inf
+                is_open[n, out] = False
 
 
 def _answers(m: Floats, prompt: Floats, answer: Floats, weight: float) -> tuple[Floats, Bools]:

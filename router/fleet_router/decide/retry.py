@@ -81,11 +81,11 @@ class Breaker:
         self._probing = False
 
     def success(self, now: float) -> None:
-        """It answered as a worker should."""
+        """It answered as a worker should. While open this is an answer of before, which decides nothing."""
         self._in_row = 0
         if self.state == "closed":
             self._note(now, fault=False)
-        else:
+        elif self.state == "half-open":
             self.state, self._probing, self._pause_s = "closed", False, OPEN_S
             self._answers.clear()
 
