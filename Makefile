@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-python up down status test check up-kill format clean
+.PHONY: help setup setup-python up down status test check up-kill replay bench-choice format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -29,6 +29,12 @@ check: setup-python ## the fast part of `test`: lint, types, import contracts, t
 
 up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
 	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere
+
+replay: setup-python ## the routing rule against seven others in a simulated fleet; TRACES=DIR: with the Mooncake traces, and all gates
+	@$(PYTHON) -m fleet_router.replay $(if $(TRACES),--traces $(TRACES))
+
+bench-choice: setup-python ## what a routing decision costs; fails when one is over its bound
+	@$(PYTHON) -m fleet_router.decide.bench
 
 format: setup-python ## format the code and sort imports
 	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format .

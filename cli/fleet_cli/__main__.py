@@ -1,7 +1,9 @@
-"""`radixfleet`: serve a model without a cluster, or run a local cluster."""
+"""`radixfleet`: serve a model without a cluster, run a local cluster, replay a log of requests."""
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,7 @@ USAGE = """usage: radixfleet COMMAND [arguments]
 
   serve MODEL   router and workers as plain processes on this machine: no Kubernetes, no root
   local ...     a real one-node Kubernetes cluster on this machine: up, down, status, logs, kubectl, helm
+  replay ...    what would this routing rule and this many workers do with a log of requests?
   version       print the version
 
 Each command takes --help."""
@@ -25,12 +28,29 @@ def _local(argv: Sequence[str]) -> int:
     return local_main(list(argv))
 
 
+def _replay(argv: Sequence[str]) -> int:
+    """A program of the router's own."""
+    if importlib.util.find_spec("numpy") is None:  # the optional extra `router`
+        print("radixfleet replay needs numpy: pip install 'radixfleet[router]'", file=sys.stderr)
+        return 2
+    try:
+        return subprocess.call([sys.executable, "-m", "fleet_router.replay", *argv])
+    except KeyboardInterrupt:
+        return 130
+
+
 def _version(argv: Sequence[str]) -> int:
     print(__version__)
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve.main, "local": _local, "version": _version, "--version": _version}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve.main,
+    "local": _local,
+    "replay": _replay,
+    "version": _version,
+    "--version": _version,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     command = COMMANDS.get(words[0])
     if command is None:
-        print(f"radixfleet: {words[0]!r} is not a command; one of: serve, local, version", file=sys.stderr)
+        print(f"radixfleet: {words[0]!r} is not a command; one of: serve, local, replay, version", file=sys.stderr)
         return 2
     return command(words[1:])
 

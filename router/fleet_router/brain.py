@@ -195,6 +195,9 @@ class Brain:
         worker.inflight -= 1
         assert worker.inflight >= 0, worker.name
         worker.load.release(leg.pick)
+        if worker.breaker.state == "half-open":
+            worker.breaker.undecided()
+            self._set_pools()
         if worker.removed and not worker.inflight:
             self._workers.remove(worker)
             self._rebuild()
@@ -213,15 +216,27 @@ class Brain:
             self.index.feedback(worker.slot, predicted, actual)
 
     def blame(self, worker: Worker) -> None:
-        """A fault of the worker itself: others are preferred until it answers well again."""
+        """A fault of the worker itself: others are preferred until it answers well again; after some in a row it gets nothing for a while."""
         worker.faults = min(MAX_FAULTS, worker.faults + 1)
         worker.load.set_penalty(worker.faults * FAULT_PENALTY_S)
+        was_open = worker.breaker.state == "open"
+        worker.breaker.fault(self._clock())
+        if worker.breaker.state == "open" and not was_open and not worker.removed:
+            pause_s = worker.breaker.pause_s
+            log.warning("worker fails again and again: it gets no requests for a while", extra={"worker": worker.name, "seconds": pause_s})
+            self.counters.add("breakers_opened_total")
+            self._set_pools()
+            asyncio.get_running_loop().call_later(pause_s + 0.001, self._set_pools)
 
     def praise(self, worker: Worker) -> None:
         """It answered well."""
         if worker.faults:
             worker.faults = 0
             worker.load.set_penalty(0.0)
+        was = worker.breaker.state
+        worker.breaker.success(self._clock())
+        if worker.breaker.state != was:
+            self._set_pools()
 
     async def wait_change(self, service: Service, timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""
@@ -266,7 +281,7 @@ class Brain:
                     "state": "failed" if w.removed else w.state, "inflight": w.inflight, "drainDeadline": w.drain_deadline,
                     "modelRevision": w.record.model_revision, "pend": load.pend, "run": load.run, "ctx": load.ctx, "kvUsed": load.committed,
                     "kvCapacity": w.speed.kv_capacity_tokens, "prefillTokensPerS": w.load.prefill_rate,
-                    "indexedTokens": 0 if w.removed else self.index.held_tokens(w.slot),
+                    "breaker": w.breaker.state, "indexedTokens": 0 if w.removed else self.index.held_tokens(w.slot),
                 }
             )  # fmt: skip
         return out
@@ -300,12 +315,10 @@ class Brain:
 
     def _pool_of(self, service: Service, revision: str, exclude: Collection[Worker] = (), *, any_role: bool = False) -> Pool:
         """Ready workers of a revision by role."""
-        parts: dict[str, list[Member]] = {r: [] for r in names.ROLES}
-        for w in service.workers:
-            if w.routable and w.record.revision == revision and w not in exclude and w.record.role in parts:
-                member = Member(w.slot, w.name, w.record.role, w.host, tuple(w.record.transfer_backends))
-                parts[names.ROLE_UNIFIED if any_role else w.record.role].append(member)
-        return Pool(*(tuple(parts[r]) for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE)))
+        now = self._clock()
+        ready = [w for w in service.workers if w.routable and w.record.revision == revision and w not in exclude and w.record.role in names.ROLES]
+        trusted = _pool([w for w in ready if w.breaker.allows(now)], any_role=any_role)
+        return trusted if trusted.is_usable else _pool(ready, any_role=any_role)  # better a worker that failed than none
 
     def _decide(self, want: Want) -> Decision | None:
         service = self.table.services.get(want.service)
@@ -327,6 +340,9 @@ class Brain:
         for load, pick in taken.picks:
             worker = self._by_slot[load.slot]
             worker.inflight += 1
+            if worker.breaker.state == "half-open":
+                worker.breaker.picked()
+                self._set_pools()
             legs.append(Leg(worker, pick))
             self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
         return Lease(self, taken, legs[-1], legs[0] if len(legs) == 2 else None, decision.waited_s)
@@ -421,3 +437,12 @@ class Brain:
         for waker in self._wakers:
             if not waker.done():
                 waker.set_result(None)
+
+
+def _pool(workers: Collection[Worker], *, any_role: bool) -> Pool:
+    """By role; `any_role`: all of them can answer alone."""
+    parts: dict[str, list[Member]] = {r: [] for r in names.ROLES}
+    for w in workers:
+        member = Member(w.slot, w.name, w.record.role, w.host, tuple(w.record.transfer_backends))
+        parts[names.ROLE_UNIFIED if any_role else w.record.role].append(member)
+    return Pool(*(tuple(parts[r]) for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE)))

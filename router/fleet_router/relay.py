@@ -213,6 +213,7 @@ class Attempt:
         self._mid_event = False
         self._tail: tuple[bytes, bytes] = (b"", b"")
         self._last_at = 0.0
+        self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
         self.rid = secrets.token_hex(16)
 
@@ -309,6 +310,7 @@ class Attempt:
         self._finish(Outcome(gone=True, streamed=self.streamed))
 
     def _pause(self) -> None:
+        self._was_paused = True
         if (handle := self._sinks[-1].handle) is not None:
             handle.pause()
 
@@ -390,8 +392,11 @@ class Attempt:
         return last.endswith(b"[DONE]"), last.startswith(b'data: {"error"')
 
     def _learn_from_stream(self) -> None:
-        if self._lease.prefill is None and (cached := cached_tokens(self._tail[0][-4096:] + self._tail[1][-4096:])) is not None:
+        tail = self._tail[0][-4096:] + self._tail[1][-4096:]
+        if self._lease.prefill is None and (cached := cached_tokens(tail)) is not None:
             self._lease.cached(cached)
+        if self.first_byte_at is not None and not self._was_paused and (made := completion_tokens(tail)) is not None:
+            self._lease.answered(made, self._last_at - self.first_byte_at)
 
     def _finish(self, outcome: Outcome) -> None:
         """Exactly once: the outcome, the end of what still runs, the counts."""
@@ -422,12 +427,22 @@ def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, room
 
 
 _CACHED: Final = b'"cached_tokens":'
+_MADE: Final = b'"completion_tokens":'
 
 
 def cached_tokens(text: bytes) -> int | None:
     """The last `"cached_tokens": N` of an answer's end; None without one."""
-    at = text.rfind(_CACHED)
+    return _last_number(text, _CACHED)
+
+
+def completion_tokens(text: bytes) -> int | None:
+    """The last `"completion_tokens": N` of an answer's end; None without one."""
+    return _last_number(text, _MADE)
+
+
+def _last_number(text: bytes, name: bytes) -> int | None:
+    at = text.rfind(name)
     if at < 0:
         return None
-    digits = text[at + len(_CACHED) : at + len(_CACHED) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
+    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
     return int(digits) if digits.isdigit() else None

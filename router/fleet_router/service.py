@@ -22,6 +22,7 @@ from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
 from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
 from fleet_router.brain import Brain
+from fleet_router.decide.retry import RetryBudget
 from fleet_router.decide.rule import Ask
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
@@ -62,6 +63,7 @@ class DataService:
         self.encoders = encoders
         self.pool = pool
         self.aborter = Aborter(pool, brain.counters)
+        self.retries = RetryBudget()
         self._suspect = suspect  # (worker, why): the registry asks it again
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
@@ -160,6 +162,7 @@ class DataService:
         loop = asyncio.get_running_loop()
         began = loop.time()
         prompts: dict[str, Prompt] = {}
+        self.retries.request(began)
         while True:
             lease, prompt = await self._lease(parsed, exchange, trail, prompts)
             with lease:
@@ -255,10 +258,15 @@ class DataService:
         if service is None:
             return False
         excluded = (trail.excluded or set()) | {failure.worker}
-        if self.brain.choose_revision(service, excluded) is not None:
+        elsewhere = self.brain.choose_revision(service, excluded) is not None
+        if not elsewhere and not (failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable):  # the same workers, a new room
+            return False
+        if not self.retries.take(asyncio.get_running_loop().time()):
+            self.brain.counters.add("retries_refused_total")
+            return False
+        if elsewhere:
             trail.excluded = excluded
-            return True
-        return failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable  # the same workers, a new room
+        return True
 
     def _answer(self, outcome: Outcome, lease: Lease, exchange: Exchange) -> None:
         for leg in lease.legs():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker, WorkerRecord
 from fleet_router.decide.load import SlotLoad, Speed
+from fleet_router.decide.retry import Breaker
 from fleet_router.observed import PodFacts, ServiceFacts
 
 ServiceKey = tuple[str, str]  # namespace, name
@@ -32,6 +33,7 @@ class Worker:
     removed: bool = False
     inflight: int = 0
     faults: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def identity(self) -> tuple[str, int, str]:

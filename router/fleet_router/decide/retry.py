@@ -59,10 +59,10 @@ class Breaker:
     """
 
     state: str = "closed"  # closed open half-open
+    pause_s: float = OPEN_S  # of the next or present time that it is open
     _answers: deque[tuple[float, bool]] = field(default_factory=deque)  # (when, was a fault)
     _in_row: int = 0
     _until: float = 0.0
-    _pause_s: float = OPEN_S
     _probing: bool = False
 
     def allows(self, now: float) -> bool:
@@ -86,14 +86,14 @@ class Breaker:
         if self.state == "closed":
             self._note(now, fault=False)
         elif self.state == "half-open":
-            self.state, self._probing, self._pause_s = "closed", False, OPEN_S
+            self.state, self._probing, self.pause_s = "closed", False, OPEN_S
             self._answers.clear()
 
     def fault(self, now: float) -> None:
         """It failed as a worker."""
         self._in_row += 1
         if self.state == "half-open":
-            self._pause_s = min(MAX_OPEN_S, 2 * self._pause_s)
+            self.pause_s = min(MAX_OPEN_S, 2 * self.pause_s)
             self._open(now)
             return
         self._note(now, fault=True)
@@ -104,7 +104,7 @@ class Breaker:
             self._open(now)
 
     def _open(self, now: float) -> None:
-        self.state, self._until, self._probing = "open", now + self._pause_s, False
+        self.state, self._until, self._probing = "open", now + self.pause_s, False
 
     def _note(self, now: float, *, fault: bool) -> None:
         self._answers.append((now, fault))
