@@ -73,3 +73,11 @@ def test_usage(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixt
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     assert "'sevre' is not a command" in capsys.readouterr().err
+
+
+def test_replay_is_the_router_s_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"time": 0, "input_length": 700, "output_length": 3}\n')
+    assert main(["replay", str(log), "--workers", "2"]) == 0
+    assert "1 requests, 2 workers" in capfd.readouterr().out
+    assert main(["replay", str(tmp_path / "none")]) == 2
