@@ -24,7 +24,7 @@ from fleet_router.decide.fleet import Decision, Fleet
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
-from fleet_router.decide.rule import Member, Pool
+from fleet_router.decide.rule import Ask, Member, Pool
 from fleet_router.lease import Choice, Lease, Leg, Want
 from fleet_router.metrics import Counters, Snapshot
 from fleet_router.observed import Observed, ServiceFacts
@@ -187,6 +187,8 @@ class Brain:
     def first_token(self, lease: Lease) -> None:
         """The prompt of a lease is computed."""
         self.deciding.first_token(lease.taken, self._clock())
+        if self.deciding.needs_ticks:
+            self._set_timer()
         self._look_soon()
 
     def give_back(self, lease: Lease, leg: Leg) -> None:
@@ -330,7 +332,8 @@ class Brain:
             pool = self.deciding.pool(self._key(want))
         if pool is None or not pool.is_usable:
             return None
-        return self.deciding.decide(pool, want.ask, want.keys, self._clock())
+        ask = Ask(1, 1) if want.any_role else want.ask
+        return self.deciding.decide(pool, ask, want.keys, self._clock())
 
     def _lease(self, want: Want, decision: Decision) -> Lease:
         """Counts a decision."""
@@ -369,7 +372,7 @@ class Brain:
                 future.set_exception(errors.all_busy(self._label(want), now - request.arrived, wait_s))
 
     def _set_timer(self) -> None:
-        """While requests wait or bits are swept, time alone may change something."""
+        """While requests wait or the index is swept, time alone changes something."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._on_timer)
 
@@ -377,7 +380,7 @@ class Brain:
         self._timer = None
         self.deciding.tick(self._clock())
         self._look()
-        if any(len(queue) for queue in self.deciding.queues.values()):
+        if self.deciding.needs_ticks:
             self._set_timer()
 
     def _new_worker(self, endpoint: Endpoint) -> Worker:
@@ -397,6 +400,7 @@ class Brain:
         del self._by_endpoint[key]
         worker.removed = True
         self.deciding.remove_worker(worker.slot)
+        self._set_timer()
         del self._by_slot[worker.slot]
         if not worker.inflight:
             self._workers.remove(worker)

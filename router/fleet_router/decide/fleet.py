@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from fleet_router.decide.index import Expectation, PrefixIndex
 from fleet_router.decide.load import CAPACITY, COMMITTED, ROWS, WAIT, LoadTable, Pick, SlotLoad, Speed
 from fleet_router.decide.queue import BATCH, BATCH_SHARE_OF_THETA, CacheQueue, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, Hits, Pool, Terms
+
+SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +205,12 @@ class Fleet:
         """What only time changes: old reports, silent prompts, settled expectations, retired bits."""
         self.load.tick(now)
         self.index.expire(now)
-        self.index.sweep()
+        self.index.sweep(SWEEP_SLICE)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Something waits for time to pass: `tick` and `pump` are to be called every tenth of a second or so."""
+        return self.index.needs_ticks or any(len(queue) for queue in self.queues.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when something does not add up."""

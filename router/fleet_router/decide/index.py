@@ -192,6 +192,11 @@ class PrefixIndex:
                 self._free_bits.append(retired.life.bit)
         return bool(self._retired)
 
+    @property
+    def needs_ticks(self) -> bool:
+        """There are bits to sweep, or expectations to drop when their time is over."""
+        return bool(self._retired or self._settling)
+
     def held_tokens(self, slot: int) -> int:
         """Tokens in the worker's GPU cache as far as known; 0 for unknown slots."""
         entry = self._slots.get(slot)
