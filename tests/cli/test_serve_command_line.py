@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ def test_default_is_one_unified_worker_on_free_loopback_ports() -> None:
     launch = plan.launch("unified", Path("/x/a.json"))
     assert (launch.host, launch.internal_host) == ("127.0.0.1", "127.0.0.1")
     assert launch.data_port == launch.internal_port == launch.load_port == launch.transfer_port == launch.bootstrap_port == 0
+    assert launch.events_port == launch.replay_port == 0
     assert launch.served_model_name == ("smollm2-135m-instruct",)
     assert launch.announce == "/x/a.json"
 
@@ -75,9 +78,8 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "'sevre' is not a command" in capsys.readouterr().err
 
 
-def test_replay_is_the_router_s_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_replay_is_the_router_s_program(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"time": 0, "input_length": 700, "output_length": 3}\n')
-    assert main(["replay", str(log), "--workers", "2"]) == 0
-    assert "1 requests, 2 workers" in capfd.readouterr().out
-    assert main(["replay", str(tmp_path / "none")]) == 2
+    done = subprocess.run([sys.executable, "-m", "fleet_cli", "replay", str(log), "--workers", "2"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "1 requests, 2 workers" in done.stdout

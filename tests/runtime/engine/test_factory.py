@@ -14,7 +14,7 @@ from fleet_runtime.engine.factory import make_executor
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.simulated_tokenizer import SIMULATED_VOCAB_SIZE
-from fleet_testing.tiny_llama import Row, make_batch
+from fleet_testing.tiny_llama import Row, make_step
 
 
 def launch(**values: Any) -> RuntimeLaunch:
@@ -36,7 +36,7 @@ def test_a_torch_executor_is_loaded_warm_and_reports_its_progress(tiny: Path) ->
     assert executor.profile.prefill_tokens_per_s > 0
     percents = [p for p, _ in said]
     assert percents == sorted(percents) and percents[-1] == 100 and 0 <= percents[0] < 50
-    assert not executor.step(make_batch([Row([1, 2, 3], [0])])).failed.any()
+    assert not executor.step(*make_step([Row([1, 2, 3], [0])])).failed.any()
 
 
 def test_dtype_is_that_of_weights_and_pages(tiny: Path) -> None:
@@ -79,7 +79,8 @@ def test_simulated_goes_only_with_simulated(executor: str, model: str) -> None:
 
 def test_neither_the_factory_nor_the_model_files_import_torch() -> None:
     code = (
-        "import sys, fleet_runtime.engine.factory, fleet_runtime.models.files, fleet_runtime.models.bundled;"
+        "import sys, fleet_runtime.engine.factory, fleet_runtime.models.files, fleet_runtime.models.bundled, fleet_runtime.models.weights;"
+        "import fleet_runtime.models.families, fleet_runtime.engine.sampler, fleet_runtime.engine.simulated, fleet_runtime.models.gguf_cache;"
         "print(sorted({'torch', 'transformers', 'gguf', 'safetensors'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
