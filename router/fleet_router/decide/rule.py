@@ -152,10 +152,15 @@ class Chosen(NamedTuple):
 
 def delta(table: LoadTable, slots: Ints) -> float:
     """Weight of the decode term: learned speeds that hardly differ shall not crowd the fastest worker."""
-    if slots.size < 2:
+    return _delta(table.matrix[RATE, slots])
+
+
+def _delta(rates: Floats) -> float:
+    if rates.size < 2:
         return DELTA
-    rates = table.matrix[RATE, slots]
     spread = float(rates.max() / rates.min())
+    if spread <= EQUAL_SPEEDS:
+        return DELTA
     share = min(1.0, max(0.0, (spread - EQUAL_SPEEDS) / (MIXED_SPEEDS - EQUAL_SPEEDS)))
     return DELTA + (DELTA_MIXED - DELTA) * share
 
@@ -171,7 +176,7 @@ def prefill_terms(table: LoadTable, slots: Ints, ask: Ask, hits: Hits) -> Terms:
 def decode_terms(table: LoadTable, slots: Ints, ask: Ask) -> Terms:
     """Cost of the answer on each worker."""
     m = table.matrix[:, slots]
-    decode, room = _answer_cost(m, ask, delta(table, slots))
+    decode, room = _answer_cost(m, ask, _delta(m[RATE]))
     zero = np.zeros(slots.size)
     return Terms(slots, zero, zero, decode, room, m[PENALTY])
 
@@ -180,7 +185,7 @@ def alone_terms(table: LoadTable, slots: Ints, ask: Ask, hits: Hits) -> Terms:
     """Cost of the whole request on each worker."""
     m = table.matrix[:, slots]
     miss = np.maximum(ask.prompt_tokens - hits.saved(slots), 1.0)
-    decode, room = _answer_cost(m, ask, delta(table, slots))
+    decode, room = _answer_cost(m, ask, _delta(m[RATE]))
     return Terms(slots, m[WAIT], m[UNIT] * miss, decode, room, m[PENALTY])
 
 
