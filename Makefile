@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases soak help setup setup-python up down status test check up-kill bench-runtime format clean
+.PHONY: cases soak help setup setup-python up down status test check up-kill replay bench-choice bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -35,6 +35,12 @@ soak: setup ## the long test: 10,000 mixed requests with aborts, errors and retr
 
 up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
 	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere
+
+replay: setup-python ## the routing rule against seven others in a simulated fleet; TRACES=DIR: with the Mooncake traces, and all gates
+	@$(PYTHON) -m fleet_router.replay $(if $(TRACES),--traces $(TRACES))
+
+bench-choice: setup-python ## what a routing decision costs; fails when one is over its bound
+	@$(PYTHON) -m fleet_router.decide.bench
 
 bench-runtime: setup ## our runtime beside vLLM and llama.cpp in one run, about an hour on a quiet machine; ARGS='--help' for less
 	@.venv/bin/python -m fleet_bench.peers $(ARGS)
