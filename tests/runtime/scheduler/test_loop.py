@@ -222,10 +222,10 @@ def test_an_exception_in_the_handling_of_one_request_fails_only_that_request(mon
     bad, good = worker.admit(rid_of(1), prompt(20), 5), worker.admit(rid_of(2), prompt(30), 5)
     emit = type(worker.book).emit
 
-    def broken(book: object, request: object, ids: list[int], finish: str | None) -> None:
+    def broken(book: object, request: object, ids: list[int], finish: str | None, **more: object) -> None:
         if request.key == (rid_of(1), 0):  # type: ignore[attr-defined]
             raise ZeroDivisionError("boom")
-        emit(worker.book, request, ids, finish)  # type: ignore[arg-type]
+        emit(worker.book, request, ids, finish, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(worker.book), "emit", broken)
     worker.run()

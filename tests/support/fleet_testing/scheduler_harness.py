@@ -58,10 +58,13 @@ class Answer:
     opened: m.OpenText | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
-    ends: list[str | m.Failed | m.HandedOver] = field(default_factory=list)  # terminal messages: must be one
+    logprobs: list[m.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[m.TokenLogprob] | None = None
+    stop_id: int = -1
+    ends: list[str | m.Failed | m.HandedOver | m.Embedded] = field(default_factory=list)  # terminal messages: must be one
 
     @property
-    def end(self) -> str | m.Failed | m.HandedOver | None:
+    def end(self) -> str | m.Failed | m.HandedOver | m.Embedded | None:
         assert len(self.ends) <= 1, f"more than one terminal message: {self.ends}"
         return self.ends[0] if self.ends else None
 
@@ -76,6 +79,7 @@ class Inbox:
     """Plays the detokenizer: keeps the answers of all choices; implements the book's Outbox."""
 
     answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
+    replies: dict[str, m.ControlReply] = field(default_factory=dict)
 
     def of(self, rid: str, index: int = 0) -> Answer:
         return self.answers.setdefault((rid, index), Answer())
@@ -87,6 +91,11 @@ class Inbox:
             assert (item.open is not None) == (answer.opened is None), "opened once, with the first token"
             answer.opened = item.open or answer.opened
             answer.ids += item.ids
+            answer.logprobs += item.logprobs
+            if item.prompt_logprobs is not None:
+                assert answer.prompt_logprobs is None, "sent once"
+                answer.prompt_logprobs = item.prompt_logprobs
+            answer.stop_id = item.stop_id
             answer.completion_tokens, answer.cached_tokens = item.completion_tokens, item.cached_tokens
             if item.finish is not None:
                 answer.ends.append(item.finish)
@@ -97,6 +106,13 @@ class Inbox:
     def handed_over(self, message: m.HandedOver) -> None:
         self.of(message.rid, message.index).ends.append(message)
 
+    def embedded(self, message: m.Embedded) -> None:
+        self.of(message.rid, message.index).ends.append(message)
+
+    def control_reply(self, message: m.ControlReply) -> None:
+        assert message.id not in self.replies, "answered twice"
+        self.replies[message.id] = message
+
     def take(self, message: m.Message) -> None:
         match message:
             case m.SampledBatch():
@@ -105,6 +121,10 @@ class Inbox:
                 self.failed(message)
             case m.HandedOver():
                 self.handed_over(message)
+            case m.Embedded():
+                self.embedded(message)
+            case m.ControlReply():
+                self.control_reply(message)
 
 
 def flags_of(pages: int = 64, **fields: object) -> RuntimeLaunch:
@@ -245,7 +265,7 @@ class SchedulerProcess:
             self.inbox.take(m.decode(self._detokenizer.recv()))
             wait = 0
 
-    def wait_end(self, answer: Answer, timeout_s: float = 10.0) -> str | m.Failed | m.HandedOver:
+    def wait_end(self, answer: Answer, timeout_s: float = 10.0) -> str | m.Failed | m.HandedOver | m.Embedded:
         """Waits for a choice's terminal message."""
         end = time.monotonic() + timeout_s
         while answer.end is None:
