@@ -109,6 +109,10 @@ class ThreadRunner:
     def sample(self, ticket: Ticket, sampling: Sampling) -> None:
         self._jobs.put(lambda: self._finish(ticket, lambda: self._executor.sample(sampling)))
 
+    def wake(self) -> None:
+        """Makes `wake_fd` readable; any thread may call it."""
+        os.eventfd_write(self.wake_fd, 1)
+
     def drain_wake(self) -> None:
         """Clears the wake-up; the caller then looks at its tickets."""
         try:
@@ -133,7 +137,7 @@ class ThreadRunner:
             self._executor.forward(batch)
         except BaseException as e:  # comes out of the ticket, in the loop's thread
             ticket.set(None, e)
-            os.eventfd_write(self.wake_fd, 1)
+            self.wake()
 
     def _finish(self, ticket: Ticket, compute: Callable[[], StepOutput]) -> None:
         if ticket.done:  # its forward failed
@@ -144,4 +148,4 @@ class ThreadRunner:
             ticket.set(compute(), None)
         except BaseException as e:  # comes out of the ticket, in the loop's thread
             ticket.set(None, e)
-        os.eventfd_write(self.wake_fd, 1)
+        self.wake()
