@@ -205,9 +205,7 @@ class Book:
         self.rows.give(request)
         self.held.rows[request.kind] -= 1
 
-    def emit(
-        self, request: Request, ids: list[int], finish: str | None, *, logprobs: list[TokenLogprob] | None = None, stop_id: int = -1
-    ) -> None:
+    def emit(self, request: Request, ids: list[int], finish: str | None, *, logprobs: list[TokenLogprob] | None = None, stop_id: int = -1) -> None:
         """Queues new tokens for the detokenizer; a finish ends the request."""
         admit, opened, prompt_logprobs = request.admit, None, None
         if not request.opened:

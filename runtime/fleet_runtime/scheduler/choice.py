@@ -51,9 +51,7 @@ class Chooser:
             ride = decode_ride(self._limits, decode_rows=len(decoding), prefill_steps=self._prefill_steps)
             self._admit_waiting(prefill_budget(self._limits, ride))
         prefilling = [r for r in book.prefilling if r.prefill_left]
-        plan = plan_step(
-            self._limits, [r.prefill_left for r in prefilling], [r.last_step for r in decoding], prefill_steps=self._prefill_steps
-        )
+        plan = plan_step(self._limits, [r.prefill_left for r in prefilling], [r.last_step for r in decoding], prefill_steps=self._prefill_steps)
         rows = [(prefilling[i], n) for i, n in plan.chunks] + [(decoding[i], 1) for i in plan.decode]
         for request, n in rows:
             assert request.lease is not None
@@ -87,7 +85,7 @@ class Chooser:
             if given := victims(holders):
                 book.retract(given[0])
                 log.info("out of KV pages: request %s/%d is retracted after %d tokens", *given[0].key, given[0].completion_tokens)
-            elif len(book.requests) > 1 and book.running > 1 or book.limbo:  # legs hold the rest: it waits for them
+            elif (len(book.requests) > 1 and book.running > 1) or book.limbo:  # legs hold the rest: it waits for them
                 book.retract(holders[0])
             else:
                 text = f"this worker's KV memory of {book.memory.num_pages * PAGE_SIZE} tokens cannot hold the request any longer"
@@ -109,7 +107,8 @@ class Chooser:
         while any(heads) and not adder.full:
             i = min((i for i, head in enumerate(heads) if head is not None), key=lambda i: _age(heads[i]))
             request = heads[i]
-            assert request is not None
+            if request is None:
+                break
             if not adder.takes(request.uncached_guess):
                 heads[i] = self._next_that_fits(queues[i], adder)
             elif book.try_lease(request):
@@ -126,7 +125,6 @@ class Chooser:
         book.place(request, State.PREFILLING)
         if adder.takes(request.prefill_left):  # its guess of what is cached may be too good by now; then it waits with its row
             adder.add(request.prefill_left)
-
 
     def _next_that_fits(self, queue: Iterator[Request], adder: PrefillAdder) -> Request | None:
         """The next request of a queue whose prompt the step can take."""

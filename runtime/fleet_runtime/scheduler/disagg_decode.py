@@ -16,7 +16,7 @@ from fleet_runtime.cache.memory import pages_for
 from fleet_runtime.messages import TokenLogprob
 from fleet_runtime.scheduler.book import Book
 from fleet_runtime.scheduler.logprobs import decode_logprobs
-from fleet_runtime.scheduler.request import Kind, Request, State
+from fleet_runtime.scheduler.request import Request, State
 from fleet_runtime.transfer.base import DecodeClosed, DecodeComplete, DecodeFailed, DecodeOpen, KvTransfer
 
 DecodeEvent = DecodeOpen | DecodeComplete | DecodeFailed | DecodeClosed

@@ -14,7 +14,7 @@ from fleet_runtime.cache.memory import pages_for
 from fleet_runtime.messages import TokenLogprob
 from fleet_runtime.scheduler.book import Book
 from fleet_runtime.scheduler.logprobs import encode_logprobs
-from fleet_runtime.scheduler.request import Kind, Request, State
+from fleet_runtime.scheduler.request import Request, State
 from fleet_runtime.transfer.base import KvTransfer, PrefillAllocated, PrefillClosed, PrefillFailed, PrefillReceived
 
 PrefillEvent = PrefillAllocated | PrefillReceived | PrefillFailed | PrefillClosed

@@ -23,7 +23,7 @@ from fleet_contract.errors import ApiError
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE, ROLE_DECODE, ROLE_PREFILL
 from fleet_runtime.cache import pages as owners
-from fleet_runtime.cache.memory import KvMemory, pages_for
+from fleet_runtime.cache.memory import KvMemory
 from fleet_runtime.engine.base import Executor, Sampling
 from fleet_runtime.messages import Abort, Admit, Control, Drain, RoomRejected, Stopped
 from fleet_runtime.scheduler.admission import Capacity, overdue, refusal
@@ -136,7 +136,9 @@ class Scheduler:
         self._receive_grammars()
         self._expire()
         stages.enter("admit")
-        progress = self._launch()
+        progress = False
+        while self._launch():
+            progress = True
         progress = self._land() or progress
         stages.enter("send")
         self.book.flush()

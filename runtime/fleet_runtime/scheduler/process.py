@@ -20,7 +20,6 @@ import zmq
 
 from fleet_contract.handoff import Hello
 from fleet_contract.names import ROLE_DECODE
-from fleet_text.prompt import PromptEncoder
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.engine.base import Executor
@@ -35,6 +34,7 @@ from fleet_runtime.scheduler.mail import Mail
 from fleet_runtime.scheduler.runner import ThreadRunner
 from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
+from fleet_text.prompt import PromptEncoder
 
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG: Final = 1

@@ -20,8 +20,11 @@ from fleet_runtime.config import Identity, RuntimeConfig, mint_incarnation
 from fleet_runtime.engine.base import Executor
 from fleet_runtime.engine.simulated import PAGE_BYTES, SimulatedExecutor
 from fleet_runtime.heartbeat import Board
+from fleet_runtime.models.simulated_tokenizer import EOS_ID, simulated_tokenizer_files
+from fleet_runtime.scheduler.grammar import LlguidanceCompiler
 from fleet_runtime.scheduler.loop import Scheduler
 from fleet_runtime.transfer.base import KvTransfer
+from fleet_testing.fake_engine import VOCAB, FakeEngine
 
 HTTP_INCARNATION = "aaaaaaaaaaaaaaaa"
 DETOKENIZER_INCARNATION = "bbbbbbbbbbbbbbbb"
@@ -153,6 +156,7 @@ class VirtualScheduler:
         transfer: KvTransfer | None = None,
         clock: Clock | None = None,
         pages: int = 0,
+        **more: object,
     ) -> None:
         self.flags = flags or flags_of()
         self.clock = clock or Clock()
@@ -160,7 +164,7 @@ class VirtualScheduler:
         profile = Profile(prefill_tokens_per_s=20_000, step_base_s=0.002, step_per_row_s=0.0001)
         pages = pages or self.flags.kv_cache_memory // PAGE_BYTES
         self.executor = executor or SimulatedExecutor(num_pages=pages, profile=profile, sleep=self.clock.advance)
-        self.scheduler = Scheduler(self.flags, self.executor, self.inbox, clock=self.clock, transfer=transfer)
+        self.scheduler = Scheduler(self.flags, self.executor, self.inbox, clock=self.clock, transfer=transfer, **more)  # type: ignore[arg-type]
 
     @property
     def book(self):  # type: ignore[no-untyped-def]
@@ -183,6 +187,33 @@ class VirtualScheduler:
         self.run()
         assert answer.end in ("stop", "length"), answer
         return answer.ids
+
+
+class FakeWorker(VirtualScheduler):
+    """The loop over the fake engine, whose right answers are known. Grammars compile at once."""
+
+    def __init__(self, pages: int = 64, **fields: object) -> None:
+        clock = Clock()
+        flags = flags_of(pages, **fields)
+        self.engine = FakeEngine(pages, slots=flags.max_rows, tick=clock.advance)
+        compiler = LlguidanceCompiler(lambda: (simulated_tokenizer_files()["tokenizer.json"].decode(), [EOS_ID]), VOCAB)
+        super().__init__(flags, executor=self.engine, clock=clock, compile=compiler, spawn=lambda job: job())  # type: ignore[arg-type]
+
+    def control(self, op: str, **args: object) -> m.ControlReply | None:
+        """A control call; its answer, if it has one by now."""
+        self._calls = getattr(self, "_calls", 0) + 1
+        self.scheduler.handle(m.Control(id=str(self._calls), op=op, args=args))  # type: ignore[arg-type]
+        return self.inbox.replies.get(str(self._calls))
+
+    def assert_idle(self) -> None:
+        """Nothing is held, and everything adds up."""
+        book = self.book
+        book.check_integrity()
+        assert not book.requests and not book.by_rid and not book.limbo and not book.grammars.waiting
+        assert not self.scheduler.outstanding and book.rows.used == 0 and book.memory.promised == 0
+        counters = self.scheduler.counters()
+        assert counters["pages_request"] == counters["running_requests"] == counters["waiting_requests"] == 0
+        assert book.memory.tree.protected == 0
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
