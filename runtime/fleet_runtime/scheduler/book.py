@@ -87,7 +87,8 @@ class Book:
     limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
-    _dead_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _dead_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # aborted before they came, until when
+    _past_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # ended, until when
 
     def enter(self, admit: Admit) -> Request | None:
         """Accepts a request; None for one that was answered here: a second of one (rid, index), or one whose abort came first."""
@@ -293,6 +294,10 @@ class Book:
         keys.discard(request.key)
         if not keys:
             del self.by_rid[request.admit.rid]
+            self._past_rids[request.admit.rid] = self.clock() + TOMBSTONE_S
+            self._past_rids.move_to_end(request.admit.rid)
+            if len(self._past_rids) > MAX_TOMBSTONES:
+                self._past_rids.popitem(last=False)
         if request.kind is Kind.PREFILL:
             self.held.prefill_legs -= 1
         if request.lease is not None:
@@ -320,12 +325,15 @@ class Book:
         self.memory.release(lease)
 
     def abort(self, rid: str, reason: str) -> None:
-        """Ends all choices of this exact rid, and remembers the rid so that an abort which overtakes its request still wins."""
+        """Ends all choices of this exact rid. One that was never here is remembered, so that an abort which overtakes its request still wins; one
+        that has ended is not, so that its id may be used again."""
+        if not rid:
+            return
         now = self.clock()
-        while self._dead_rids and (len(self._dead_rids) >= MAX_TOMBSTONES or next(iter(self._dead_rids.values())) < now):
-            self._dead_rids.popitem(last=False)
-        self._dead_rids[rid] = now + TOMBSTONE_S
-        self._dead_rids.move_to_end(rid)
+        _forget(self._dead_rids, now)
+        _forget(self._past_rids, now)
+        if rid not in self.by_rid and rid not in self._past_rids:
+            self._dead_rids[rid] = now + TOMBSTONE_S
         for key in list(self.by_rid.get(rid, ())):
             self.fail(self.requests[key], aborted(reason or "the request was aborted"))
 
@@ -417,6 +425,12 @@ class Book:
             pages[request.kind] += request.total_pages
         assert rows == self.held.rows and pages == self.held.pages
         assert self.held.prefill_legs == sum(r.kind is Kind.PREFILL for r in self.requests.values())
+
+
+def _forget(rids: OrderedDict[str, float], now: float) -> None:
+    """Drops what is over, and what is too much."""
+    while rids and (len(rids) >= MAX_TOMBSTONES or next(iter(rids.values())) <= now):
+        rids.popitem(last=False)
 
 
 def aborted(message: str) -> ApiError:

@@ -25,6 +25,7 @@ from fleet_runtime.scheduler.request import Request
 
 MAX_BYTES: Final = 256 << 10  # of one grammar's text
 _KEPT: Final = 256  # compiled grammars and failures that are remembered
+_MOST_REASON: Final = 1000  # characters
 _THREADS: Final = 2
 _MAX_GRAMMAR_SIZE: Final = 500_000  # llguidance's own measure of a compiled grammar
 _MAX_LEXER_FUEL: Final = 5_000_000
@@ -114,6 +115,7 @@ def _source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
+            json.loads(grammar.text)  # for a clear message; llguidance takes the text as it is
             return str(LLMatcher.grammar_from_json_schema(grammar.text))
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.text))
@@ -178,7 +180,7 @@ class Grammars:
         try:
             result = self._compile(grammar)
         except Exception as e:  # the border of one grammar: whatever the library says of it
-            result = _refusal(f"the grammar cannot be used: {e}")
+            result = _refusal(f"the grammar cannot be used: {str(e)[:_MOST_REASON]}")
         self._compiled.put((key, result))
         self._wake()
 

