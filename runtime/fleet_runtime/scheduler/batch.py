@@ -34,8 +34,12 @@ def row_of(request: Request, count: int) -> StepRow:
 def build_step(step: Sequence[StepRow], rows: Rows) -> StepInput:
     """The arrays of one step; each request's lease already covers its rows."""
     token_ids, positions, starts, context = list[int](), list[int](), [0], list[int]()
+    prompt_logprobs = pooled = False
     for row in step:
         request, begin, end = row.request, row.begin, row.begin + row.count
+        if row.prefill:
+            prompt_logprobs = prompt_logprobs or request.prompt_logprobs is not None
+            pooled = pooled or bool(request.admit.embed)
         if end <= request.length:
             token_ids += request.ids[begin:end].tolist()
         else:
@@ -57,9 +61,9 @@ def build_step(step: Sequence[StepRow], rows: Rows) -> StepInput:
         sample=np.array([row.place >= 0 for row in step], dtype=np.bool_),
         slots=np.array([row.request.slot for row in step], dtype=np.int32),
     )
-    if any(row.prefill and row.request.prompt_logprobs is not None for row in step):
+    if prompt_logprobs:
         _add_prompt_logprobs(out, step)
-    if any(row.request.admit.embed for row in step):
+    if pooled:
         out.pool = np.array([_pool(row) for row in step], dtype=np.int8)
     return out
 

@@ -72,6 +72,13 @@ def sampling_of(draws: Sequence[Draw], *, words: int = 0, fault: Callable[[Reque
         words: 32-bit words of a grammar mask. fault: told of a request whose grammar failed; its row draws without a mask, and is ignored.
     """
     admits = [d.request.admit for d in draws]
+    bias, counts, grammar, logprobs = False, False, False, False
+    for draw in draws:
+        request, admit = draw.request, draw.request.admit
+        bias = bias or bool(admit.logit_bias) or admit.min_tokens > 0
+        counts = counts or request.counts is not None
+        grammar = grammar or request.grammar is not None
+        logprobs = logprobs or admit.logprobs >= 0
     out = Sampling(
         temperature=np.array([a.temperature for a in admits], dtype=np.float32),
         top_k=np.array([a.top_k for a in admits], dtype=np.int32),
@@ -79,13 +86,13 @@ def sampling_of(draws: Sequence[Draw], *, words: int = 0, fault: Callable[[Reque
         min_p=np.array([a.min_p for a in admits], dtype=np.float32),
         seed=np.array([d.request.seed for d in draws], dtype=np.uint64),
     )
-    if any(a.logprobs >= 0 for a in admits):
+    if logprobs:
         out.logprobs = np.array([a.logprobs for a in admits], dtype=np.int32)
-    if any(a.logit_bias or a.min_tokens for a in admits):
+    if bias:
         _add_bias(out, draws)
-    if any(d.request.counts is not None for d in draws):
+    if counts:
         _add_counts(out, draws)
-    if any(d.request.grammar is not None for d in draws):
+    if grammar:
         _add_masks(out, draws, words, fault)
     return out
 
