@@ -237,4 +237,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)  # the engine thread may still compute: nothing may be torn down below it

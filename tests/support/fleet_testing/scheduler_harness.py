@@ -189,6 +189,11 @@ class VirtualScheduler:
         return answer.ids
 
 
+def byte_compiler() -> LlguidanceCompiler:
+    """Compiles grammars over the byte tokenizer."""
+    return LlguidanceCompiler(lambda: (simulated_tokenizer_files()["tokenizer.json"].decode(), [EOS_ID]), VOCAB)
+
+
 class FakeWorker(VirtualScheduler):
     """The loop over the fake engine, whose right answers are known. Grammars compile at once."""
 
@@ -196,8 +201,7 @@ class FakeWorker(VirtualScheduler):
         clock = Clock()
         flags = flags_of(pages, **fields)
         self.engine = FakeEngine(pages, slots=flags.max_rows, tick=clock.advance)
-        compiler = LlguidanceCompiler(lambda: (simulated_tokenizer_files()["tokenizer.json"].decode(), [EOS_ID]), VOCAB)
-        super().__init__(flags, executor=self.engine, clock=clock, compile=compiler, spawn=lambda job: job())  # type: ignore[arg-type]
+        super().__init__(flags, executor=self.engine, clock=clock, compile=byte_compiler(), spawn=lambda job: job())  # type: ignore[arg-type]
 
     def control(self, op: str, **args: object) -> m.ControlReply | None:
         """A control call; its answer, if it has one by now."""
