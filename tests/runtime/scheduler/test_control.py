@@ -177,7 +177,7 @@ def _break_held(worker: FakeWorker) -> None:
 @pytest.mark.case("C100")
 @pytest.mark.parametrize("damage", [_break_owner, _break_promise, _break_locks, _break_rows, _break_held])
 def test_a_fault_in_the_books_is_counted_and_repaired_at_idle_and_kills_nobody(damage, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
-    """C100. Seen red with each of the five faults and no `SelfCheck.run`: `check_integrity` below then raises."""
+    """C100. Seen red with each of the five faults and a `SelfCheck.run` that only looks."""
     worker = FakeWorker(debug_checks=False)
     ids = prompt(64)
     worker.answer(ids, 5)

@@ -19,8 +19,8 @@ def prompt(n: int, seed: int = 1) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_runs_are_exact_and_give_everything_back(seed: int) -> None:
-    """Seen red with: `commit` freeing its own copies at once while a step is out; `row_of` taking `length` without `drawing`; retraction
-    without the answer in the new prompt; a relay slot that is never written."""
+    """Seen red with pages freed at once while a step is out, with a `row_of` that looks at `length` without `drawing`, with a retraction that
+    computes the prompt alone again, and with a reference to the wrong relay slot."""
     run = Run(seed).go(250)
     assert run.ended > 5
 

@@ -234,7 +234,8 @@ def test_an_abort_is_answered_while_a_long_step_is_computed_and_its_pages_come_f
 
 @pytest.mark.case("C88")
 def test_probes_of_a_stopped_scheduler_leave_nothing_behind(start: Start) -> None:
-    """C88: probes look at the heartbeat board and send nothing. Seen red with a probe that admits a request of one token (as a test of the test)."""
+    """C88: probes look at the heartbeat board and send nothing. Seen red with an `Admit` for each of them in the
+    place of the look at the board."""
     worker = start()
     worker.signal(signal.SIGSTOP)
     try:

@@ -34,7 +34,7 @@ F32 = npt.NDArray[np.float32]
 
 
 def _hash(context: npt.NDArray[np.int32]) -> int:
-    return zlib.crc32(context.tobytes())
+    return zlib.crc32(context)  # type: ignore[arg-type]
 
 
 def next_token(context: npt.NDArray[np.int32]) -> int:

@@ -43,6 +43,7 @@ class Run:
     exact: int = 0
     open: dict[str, Asked] = field(default_factory=dict)
     n: int = 0
+    _seen_ends: int = 0
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
@@ -132,6 +133,10 @@ class Run:
     def _collect(self) -> None:
         if self.worker.scheduler.paused and self.rng.random() < 0.3:
             self.worker.scheduler.paused = False
+        totals = self.worker.book.totals
+        if (ends := totals.finished + totals.failed + totals.aborted) == self._seen_ends:
+            return
+        self._seen_ends = ends
         for rid in [rid for rid, asked in self.open.items() if asked.answer.end is not None]:
             asked = self.open.pop(rid)
             del self.worker.inbox.answers[rid, 0]
