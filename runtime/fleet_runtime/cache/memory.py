@@ -37,6 +37,7 @@ class Lease:
     table: npt.NDArray[np.int32]  # [pages it may ever need]
     node: Node
     namespace: bytes = b""
+    priority: int = 0
     shared: int = 0
     count: int = 0
     promised: int = 0  # pages it may still take for sure
@@ -55,9 +56,9 @@ def _nothing(_: Sequence[int]) -> None:
 class KvMemory:
     """See the module."""
 
-    def __init__(self, num_pages: int, *, on_free: Callable[[Sequence[int]], None] = _nothing) -> None:
+    def __init__(self, num_pages: int, *, eviction: str = "lru", on_free: Callable[[Sequence[int]], None] = _nothing) -> None:
         self.pages = PageAllocator(num_pages)
-        self.tree = RadixTree()
+        self.tree = RadixTree(eviction)
         self.promised = 0
         self._on_free = on_free
         self._launched = 0
@@ -91,7 +92,15 @@ class KvMemory:
         return self.tree.peek(key, prefix_pages, namespace)
 
     def admit(
-        self, key: bytes, *, prefix_pages: int, total_pages: int, promise: int | None = None, reserve: int = 0, namespace: bytes = b""
+        self,
+        key: bytes,
+        *,
+        prefix_pages: int,
+        total_pages: int,
+        promise: int | None = None,
+        reserve: int = 0,
+        namespace: bytes = b"",
+        priority: int = 0,
     ) -> Lease | None:
         """Matches and locks the cached prefix of `key` (at most `prefix_pages` pages) and promises the rest of `promise` pages.
 
@@ -100,6 +109,7 @@ class KvMemory:
         Args:
             total_pages: most it may ever hold. promise: pages, the prefix included, that it is sure to get; None: all.
             reserve: pages that must be left over besides: what others will probably take.
+            priority: of what the lease commits, for the eviction policy of that name.
         """
         node, hit = self.tree.match(key, prefix_pages, namespace)
         self.tree.lock(node)  # first: what is locked is no longer evictable
@@ -107,10 +117,11 @@ class KvMemory:
         if need + reserve > self.headroom:
             self.tree.unlock(node)
             return None
+        self.tree.use(node)
         table = np.zeros(total_pages, dtype=np.int32)
         table[: len(hit)] = hit
         self.promised += need
-        return Lease(table=table, node=node, namespace=namespace, shared=len(hit), count=len(hit), promised=need)
+        return Lease(table=table, node=node, namespace=namespace, priority=priority, shared=len(hit), count=len(hit), promised=need)
 
     def grow(self, lease: Lease, count: int) -> bool:
         """Takes pages until the lease has `count` in all, promised ones first; evicts from the tree when none is free.
@@ -143,7 +154,7 @@ class KvMemory:
         if whole <= lease.shared:
             return
         mine: list[int] = lease.table[:whole].tolist()
-        node, already, theirs = self.tree.insert(lease.node, lease.shared, key, mine, lease.namespace)
+        node, already, theirs = self.tree.insert(lease.node, lease.shared, key, mine, lease.namespace, lease.priority)
         self.tree.lock(node)
         self.tree.unlock(lease.node)
         self.pages.give(mine[already:], old=owners.REQUEST, new=owners.TREE)
@@ -162,7 +173,7 @@ class KvMemory:
 
     def flush(self) -> int:
         """Empties the tree but for what live leases lock; returns the pages that became free."""
-        pages = self.tree.evict(self.tree.evictable)
+        pages = self.tree.clear()
         self._free_now(pages, old=owners.TREE)
         return len(pages)
 
@@ -191,17 +202,12 @@ class KvMemory:
                 assert page not in owner, f"page {page} has two owners"
                 owner[page] = owners.REQUEST
         self._take_owners(owner)
-        for node in self.tree.nodes():
-            node.locks = 0
-        self.tree.protected, self.tree.evictable = 0, sum(len(node.pages) for node in self.tree.nodes())
-        for lease in live:
-            self.tree.lock(lease.node)
+        self.tree.rebuild([lease.node for lease in live])
         self.promised = sum(lease.promised for lease in live)
 
     def start_anew(self, lost: Sequence[int]) -> None:
         """An empty tree and free pages, but for `lost` ones, which nobody gets any more. No lease may live."""
-        self.tree.evict(self.tree.evictable)
-        self.tree = RadixTree()
+        self.tree.reset()
         self.promised = 0
         self._take_owners(dict.fromkeys(lost, owners.REQUEST))
         self._aside.append((1 << 62, list(lost)))  # never lands

@@ -176,6 +176,7 @@ class Book:
             promise=promise,
             reserve=reserve,
             namespace=request.namespace,
+            priority=request.admit.priority,
         )
         if lease is None:
             return False

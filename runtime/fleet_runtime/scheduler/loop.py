@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
@@ -95,7 +95,8 @@ class Scheduler:
         when `iterate` has something to do."""
         layout = executor.layout
         assert layout.page_size == PAGE_SIZE, "the executor's pages must be those of the contract"
-        memory = KvMemory(layout.num_pages, on_free=executor.poison) if flags.debug_checks else KvMemory(layout.num_pages)
+        watch: dict[str, Any] = {"on_free": executor.poison} if flags.debug_checks else {}
+        memory = KvMemory(layout.num_pages, eviction=flags.eviction_policy, **watch)
         rows = min(flags.max_rows, executor.slots)
         self.book = Book(
             memory=memory,
@@ -124,7 +125,7 @@ class Scheduler:
         self._depth = 2 if flags.overlap else 1
         self._mask_words = -(-executor.vocab_size // 32)
         self._launched: deque[Step] = deque()
-        self._same: tuple[list[Request], Sampling] = ([], greedy(0))  # who drew last, where that says how
+        self._same: tuple[list[Request] | None, Sampling] = ([], greedy(0))  # who drew last, where that says how
         self._next_expiry = 0.0
         self._drain_deadline = float("inf")
 
@@ -365,7 +366,7 @@ class Scheduler:
         if sampling.masks is not None:
             self.book.totals.grammar_rows += len(sampling.masks)
         constant = sampling.bias_ids is None and sampling.counts is None and all(r.grammar is None for r in requests)
-        self._same = (requests if constant and requests else [], sampling)
+        self._same = (requests if constant else None, sampling)
         return sampling
 
     def _land(self) -> bool:

@@ -194,7 +194,7 @@ class SchedulerProcess:
                 pass  # Peers: the mail has taken it in
 
     def _publish(self) -> None:
-        """KV events, heartbeat and load report, once per loop. A step that takes long is no stall, but one that never ends is: then the beats stop."""
+        """KV events, heartbeat and load report, once per loop. A long step is no stall, but one that never ends is: then the beats stop."""
         self._events.publish()
         scheduler = self._scheduler
         totals = scheduler.book.totals

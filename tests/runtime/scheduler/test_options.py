@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from fleet_runtime import messages as m
-from fleet_runtime.engine.base import greedy
+from fleet_runtime.engine.base import Sampling, StepOutput, greedy
 from fleet_runtime.models.simulated_tokenizer import EOS_ID
 from fleet_runtime.scheduler.grammar import MAX_BYTES, GrammarRun, Grammars
 from fleet_runtime.scheduler.logprobs import decode_logprobs, encode_logprobs, token_logprobs
 from fleet_runtime.scheduler.request import Request
 from fleet_runtime.scheduler.sampling import Draw, TokenCounts, sampling_of
 from fleet_testing.fake_engine import VOCAB, expected, hidden_of, logits_of, top_logprobs
-from fleet_testing.scheduler_harness import Answer, Clock, FakeWorker, VirtualScheduler, admit, rid_of
+from fleet_testing.scheduler_harness import Answer, Clock, FakeWorker, admit, rid_of
 
 
 def prompt(n: int, seed: int = 1) -> list[int]:
@@ -160,11 +160,11 @@ def test_grammars_compile_beside_the_loop() -> None:
     """The loop goes on while a compilation takes as long as it likes."""
     clock, go, woken = Clock(), threading.Event(), threading.Event()
 
-    def compile(grammar: m.Grammar) -> _Matcher:
+    def slow(grammar: m.Grammar) -> _Matcher:
         go.wait(20)
         return _Matcher()
 
-    grammars = Grammars(compile, timeout_s=60, clock=clock, wake=woken.set)
+    grammars = Grammars(slow, timeout_s=60, clock=clock, wake=woken.set)
     request = _request(1, m.Grammar("regex", "x"))
     assert grammars.start(request) is None and grammars.poll() == []
     go.set()
@@ -199,7 +199,9 @@ def test_logprobs_of_prompt_and_answer_are_exact_in_any_chunks(step_tokens: int,
     everything = np.array(ids + answer.ids, dtype=np.int32)
 
     def right(places: range, k: int) -> list[m.TokenLogprob]:
-        return token_logprobs(everything[list(places)].tolist(), top_logprobs(everything[list(places)], [logits_of(everything[:p]) for p in places], k))
+        return token_logprobs(
+            everything[list(places)].tolist(), top_logprobs(everything[list(places)], [logits_of(everything[:p]) for p in places], k)
+        )
 
     assert answer.ids == expected(ids, 10) and answer.cached_tokens == 0
     assert answer.prompt_logprobs == right(range(1, 70), 2)
@@ -207,9 +209,18 @@ def test_logprobs_of_prompt_and_answer_are_exact_in_any_chunks(step_tokens: int,
 
 
 def test_a_request_for_logprobs_that_the_executor_cannot_give_is_the_users_error() -> None:
-    worker = VirtualScheduler()
-    bad = worker.admit(rid_of(1), prompt(20), 5, logprobs=1)
+    worker = FakeWorker()
+    sample = worker.engine.sample
+
+    def without(sampling: Sampling) -> StepOutput:
+        out = sample(sampling)
+        out.logprobs.clear()
+        return out
+
+    worker.engine.sample = without  # type: ignore[method-assign]
+    bad, good = worker.admit(rid_of(1), prompt(20), 5, logprobs=1), worker.admit(rid_of(2), prompt(20), 5)
     worker.run()
+    assert good.end == "length"
     assert (bad.failed.status, bad.failed.code) == (400, "no_logprobs")
 
 
@@ -241,7 +252,9 @@ def test_an_embedding_is_the_same_in_any_chunks_and_from_the_cache(step_tokens: 
 
 
 def test_an_executor_without_hidden_states_refuses_embeddings() -> None:
-    assert VirtualScheduler().admit(rid_of(1), [1, 2], 0, embed="last").failed.code == "no_embeddings"
+    worker = FakeWorker()
+    worker.engine.hidden_size = 0
+    assert worker.admit(rid_of(1), [1, 2], 0, embed="last").failed.code == "no_embeddings"
 
 
 # Sampling arrays.

@@ -79,11 +79,11 @@ class FakeEngine:
         self._contexts: list[npt.NDArray[np.int32]] = []
         self.failing: Callable[[StepInput], npt.NDArray[np.bool_]] | None = None
         self.steps = 0
+        self.hidden_size = HIDDEN
         self.late_samples = 0  # draws that came by `sample`
 
     layout = property(lambda self: self._layout)
     vocab_size = VOCAB
-    hidden_size = HIDDEN
     profile = Profile()
     slots = property(lambda self: len(self._relay))
 

@@ -14,7 +14,7 @@ from fleet_runtime.scheduler.request import State
 from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
 from fleet_testing.fake_engine import FakeEngine
-from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, byte_compiler
+from fleet_testing.scheduler_harness import Answer, VirtualScheduler, byte_compiler, flags_of
 
 TICK_S = 0.1
 
