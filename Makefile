@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill format clean
+.PHONY: cases soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -42,6 +42,9 @@ scheduler-profile: setup ## where the microseconds of a scheduler step go, at 32
 
 up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
 	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere
+
+bench-runtime: setup ## our runtime beside vLLM and llama.cpp in one run, about an hour on a quiet machine; ARGS='--help' for less
+	@.venv/bin/python -m fleet_bench.peers $(ARGS)
 
 format: setup-python ## format the code and sort imports
 	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format .

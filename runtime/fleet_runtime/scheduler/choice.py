@@ -106,13 +106,12 @@ class Chooser:
         heads = [self._next_that_fits(queue, adder) for queue in queues]
         while any(heads) and not adder.full:
             i = min((i for i, head in enumerate(heads) if head is not None), key=lambda i: _age(heads[i]))
-            request = heads[i]
-            if request is None:
-                break
-            if not adder.takes(request.uncached_guess):
+            head = heads[i]
+            assert head is not None
+            if not adder.takes(head.uncached_guess):
                 heads[i] = self._next_that_fits(queues[i], adder)
-            elif book.try_lease(request):
-                self._enter(request, adder)
+            elif book.try_lease(head):
+                self._enter(head, adder)
                 heads[i] = self._next_that_fits(queues[i], adder)
             else:
                 heads[i] = None
