@@ -84,7 +84,7 @@ class Chooser:
             holders = [r for r in (*book.prefilling, *book.decoding) if r.kind is Kind.PLAIN]
             if given := victims(holders):
                 book.retract(given[0])
-                log.info("out of KV pages: request %s/%d is retracted after %d tokens", *given[0].key, given[0].completion_tokens)
+                log.debug("out of KV pages: request %s/%d is retracted after %d tokens", *given[0].key, given[0].completion_tokens)
             elif (len(book.requests) > 1 and book.running > 1) or book.limbo:  # legs hold the rest: it waits for them
                 book.retract(holders[0])
             else:
