@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 _POLL_MS: Final = 500
 
 
-def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
-    """The model's decoder without special tokens, and the ids of those. Raises StartError."""
+def load_decoders(config: RuntimeConfig) -> tuple[Decode, list[int], Decode]:
+    """The model's decoder without special tokens, the ids of those, and the decoder that keeps them. Raises StartError."""
     folder = Path(config.model_folder) if config.model_folder else None
     files = load_text_files(ModelFiles(folder=folder, base_name="", revision=config.model_revision))
     try:
@@ -36,7 +37,14 @@ def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
     except Exception as e:  # the library raises bare Exception
         raise StartError("ModelInvalid", f"tokenizer.json cannot be read: {e}") from e
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))), special
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def decode_all(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode, special, decode_all
 
 
 def serve(config: RuntimeConfig, incarnation: str) -> None:
@@ -44,8 +52,7 @@ def serve(config: RuntimeConfig, incarnation: str) -> None:
     row = hb.Board.open(config.run_dir).row(m.DETOKENIZER)
     row.set(phase=hb.PHASE_STARTING)
     started = time.monotonic()
-    decode, special = load_decoder(config)
-    choices = Choices(decode, special)
+    choices = Choices(*load_decoders(config))
     mailbox = Mailbox(config.run_dir, m.DETOKENIZER, incarnation)
     yield_to_engine()
     mailbox.send(m.SUPERVISOR, m.Ready(who=m.DETOKENIZER, pid=os.getpid()))
@@ -68,9 +75,11 @@ def handle(message: m.Message, choices: Choices, mailbox: Mailbox) -> None:
             mailbox.send(m.HTTP, m.TextBatch(items=output.texts))
         for stopped in output.stopped:
             mailbox.send(m.SCHEDULER, stopped)
-    elif isinstance(message, (m.Failed, m.HandedOver)):
+    elif isinstance(message, (m.Failed, m.HandedOver, m.Embedded)):
         if choices.end(message.rid, message.index):
             mailbox.send(m.HTTP, message)
+    elif isinstance(message, m.ControlReply):
+        mailbox.send(m.HTTP, message)
     elif isinstance(message, m.PeerDied):
         choices.clear()
 

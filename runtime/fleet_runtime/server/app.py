@@ -23,6 +23,7 @@ from fleet_contract.worker import AbortAnswer, AbortRequest
 from fleet_runtime.logs import facts
 from fleet_runtime.server import validate
 from fleet_runtime.server.body import ClientGone, parse_json, parse_object, read_body
+from fleet_runtime.server.generate import check_ids
 from fleet_runtime.server.health import look, not_live, not_ready
 from fleet_runtime.server.manager import ReqState
 from fleet_runtime.server.request_id import accept_request_id
@@ -153,7 +154,7 @@ def _add_generation(app: FastAPI, state: HttpState, *, internal: bool) -> None:
             check_leg(state, request)
             body, ids = await _read(http)
             if not internal:
-                validate.refuse_bootstrap(body)
+                validate.refuse_internal_options(body)
             generation = await build(state, request, body, ids)
             if request.aborted:
                 raise ApiError(499, request.aborted, code=CODE_ABORTED)
@@ -209,10 +210,20 @@ def _add_reading(app: FastAPI, state: HttpState) -> None:
             validate.check_model(options.model, state.config.served_names)
         text = state.ready_text()
         if options.messages is not None:
-            ids = await encode_chat(text, options.messages)
+            ids = await encode_chat(text, options)
         else:
             ids = await encode_text(text, options.prompt or "", add_special_tokens=options.add_special_tokens)
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": state.flags.context_length})
+        strings = {"token_strs": [text.texts.text_of(i) for i in ids]} if options.return_token_strs else {}
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": state.flags.context_length, **strings})
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        options = validate.detokenize_request(await parse_object(await _body(http, state)))
+        if options.model is not None:
+            validate.check_model(options.model, state.config.served_names)
+        text = state.ready_text()
+        check_ids(options.tokens, text.vocab_size, "tokens")
+        return _json({"prompt": text.texts.decode(options.tokens, skip_special=options.skip_special_tokens)})
 
     @app.get("/livez")
     async def livez() -> Response:

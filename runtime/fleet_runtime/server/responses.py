@@ -18,7 +18,6 @@ from fleet_contract.errors import TIMEOUT, ApiError
 from fleet_contract.worker import PrefillAnswer
 from fleet_runtime import messages as m
 from fleet_runtime.logs import facts
-from fleet_runtime.server.answers import error_event
 from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
 from fleet_runtime.server.requests import Generation
@@ -109,24 +108,23 @@ class GenerationResponse(Response):
         return ApiError(504, f"no token came within {self._request.routed.deadline_ms} ms", type=TIMEOUT, code="deadline_exceeded")
 
     async def _plain(self, send: Send) -> None:
-        results = self._generation.shape.results
-        while any(r.finish is None for r in results):
+        answer = self._generation.shape.answer
+        while not answer.done:
             for item in await self._items():
                 if isinstance(item, m.Text):
-                    results[item.index].add(item)
+                    answer.add(item)
         await self._send_whole(200, self._generation.shape.plain(), send)
 
     async def _stream(self, send: Send) -> None:
         shape = self._generation.shape
-        while any(r.finish is None for r in shape.results):
+        while not shape.answer.done:
             data = b""
             for item in await self._items():
                 if isinstance(item, m.Text):
-                    shape.results[item.index].add(item)
-                    data += shape.chunks(item)
+                    data += shape.chunks(shape.answer.add(item))
             if not self._started and self._first_at is not None:
                 self._started = True
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+                headers = [(b"content-type", shape.stream_type.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -134,7 +132,7 @@ class GenerationResponse(Response):
 
     async def _prefill(self, send: Send) -> None:
         """A prefill leg: one `HandedOver` per choice."""
-        results = self._generation.shape.results
+        results = self._generation.shape.answer.results
         done: set[int] = set()
         while len(done) < len(results):
             for item in await self._items():
@@ -144,7 +142,8 @@ class GenerationResponse(Response):
                     results[item.index].prompt_tokens = item.prompt_tokens
                 elif isinstance(item, m.Text) and item.finish is not None:
                     raise ApiError(500, "the scheduler ran a prefill leg as a whole request", type="server_error", code="internal")
-        answer = PrefillAnswer(self._request.rid, sum(r.cached_tokens for r in results), sum(r.prompt_tokens for r in results))
+        usage = self._generation.shape.answer.usage()
+        answer = PrefillAnswer(self._request.rid, usage.cached, usage.prompt)
         await self._send_whole(200, msgspec.json.encode(answer), send)
 
     async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
@@ -159,7 +158,7 @@ class GenerationResponse(Response):
             raise error  # the application's border answers it
         if (connection := scope["state"].get(CONNECTION)) is not None:
             connection.close_after_response()
-        await send({"type": "http.response.body", "body": error_event(error, scope["state"]["request_id"]), "more_body": False})
+        await send({"type": "http.response.body", "body": self._generation.shape.error(error, scope["state"]["request_id"]), "more_body": False})
 
     async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
         headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(body)).encode())]
@@ -167,9 +166,9 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _count(self, status: int, scope: Scope) -> None:
-        metrics, results = self._state.metrics, self._generation.shape.results
+        metrics, usage = self._state.metrics, self._generation.shape.answer.usage()
         metrics.duration.observe(time.monotonic() - self._request.started_at)
-        metrics.prompt_tokens += sum(r.prompt_tokens for r in results)
-        metrics.completion_tokens += sum(r.completion_tokens for r in results)
+        metrics.prompt_tokens += usage.prompt
+        metrics.completion_tokens += usage.completion
         if status == 499 or self._started:
             scope["state"]["counted_status"] = status

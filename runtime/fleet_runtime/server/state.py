@@ -19,6 +19,7 @@ from fleet_runtime.server.guard import Guard
 from fleet_runtime.server.health import look, not_ready
 from fleet_runtime.server.manager import TokenizerManager
 from fleet_runtime.server.metrics import Metrics
+from fleet_runtime.server.token_texts import TokenTexts
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError, zip_files
 
 
@@ -29,6 +30,7 @@ class TextModel:
     encoder: PromptEncoder
     zip: bytes
     vocab_size: int
+    texts: TokenTexts
 
 
 def load_text_model(config: RuntimeConfig) -> TextModel:
@@ -41,7 +43,8 @@ def load_text_model(config: RuntimeConfig) -> TextModel:
         raise StartError("ModelInvalid", f"{config.model_folder}: {e}") from e
     declared = read_config(folder).get("vocab_size") if folder is not None else None
     # Ids between the tokenizer's and the model's vocabulary size have weights, but no text.
-    return TextModel(encoder, zip_files(files), max(encoder.vocab_size, declared if isinstance(declared, int) else 0))
+    vocab_size = max(encoder.vocab_size, declared if isinstance(declared, int) else 0)
+    return TextModel(encoder, zip_files(files), vocab_size, TokenTexts(encoder.tokenizer, files["tokenizer.json"]))
 
 
 @dataclass(slots=True)

@@ -66,8 +66,8 @@ def test_the_official_client_reads_plain_and_streamed_answers(client: openai.Ope
     with pytest.raises(openai.NotFoundError, match="tiny, ns/tiny"):
         client.models.retrieve("nosuch")
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="tiny", messages=messages, n=3)
-    assert (error.value.code, error.value.param) == ("unsupported_option", "n")
+        client.chat.completions.create(model="tiny", messages=messages, n=129)
+    assert (error.value.code, error.value.param) == ("invalid_value", "n")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMP])

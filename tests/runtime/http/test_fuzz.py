@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fleet_contract.errors import ApiError
 from fleet_contract.openai import NEUTRAL_OPTIONS, NEUTRAL_VALUES
 from fleet_runtime.server.body import parse_json
-from fleet_runtime.server.validate import chat_request, completion_request, max_new_tokens, stop_strings, tokenize_request
+from fleet_runtime.server.generate import max_new_tokens
+from fleet_runtime.server.validate import chat_request, completion_request, embedding_request, stop_strings, tokenize_request
 from fleet_testing.runtime import Runtime
 
 NAMES = (
@@ -30,13 +31,13 @@ likely = bodies.map(lambda b: {"model": "tiny", "messages": [{"role": "user", "c
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(body=bodies | likely)
-@pytest.mark.parametrize("check", [chat_request, completion_request, tokenize_request])
+@pytest.mark.parametrize("check", [chat_request, completion_request, embedding_request, tokenize_request])
 def test_checks_accept_or_refuse_in_few_words(check: Any, body: dict[str, Any]) -> None:
     error = None
     try:
         request = check(body)
         if hasattr(request, "stop"):
-            stop_strings(request)
+            stop_strings(request.stop)
     except ApiError as e:
         error = e
     assert error is None or (error.status == 400 and error.message and len(error.body().decode()) < 4096)
