@@ -96,20 +96,19 @@ class StreamOptions(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A content part. Only text (and what a model once refused with): other kinds are refused."""
+    """A content part. Only text: other kinds are refused."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Literal["text", "refusal"]
-    text: StrictStr = ""
-    refusal: StrictStr = ""
+    type: Literal["text"]
+    text: StrictStr
 
 
 class FunctionCall(BaseModel):
-    """What a model asked to be called; `arguments` is JSON text."""
+    """What a model asked to be called; `arguments` is JSON text (an object is understood too)."""
 
     model_config = ConfigDict(extra="ignore")
     name: StrictStr = Field(min_length=1)
-    arguments: StrictStr | None = None
+    arguments: StrictStr | JsonObject | None = None
 
 
 class ToolCall(BaseModel):
@@ -213,7 +212,7 @@ class ChatRequest(GenerationOptions):
     tools: list[JsonObject] = Field(default_factory=list)
     tool_choice: StrictStr | JsonObject | None = None
     parallel_tool_calls: StrictBool = True
-    add_generation_prompt: StrictBool = True
+    add_generation_prompt: StrictBool | None = None  # as `continue_final_message` needs it
     continue_final_message: StrictBool = False
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
 
@@ -253,7 +252,7 @@ class TokenizeRequest(BaseModel):
     messages: list[Message] | None = Field(default=None, min_length=1)
     tools: list[JsonObject] = Field(default_factory=list)
     add_special_tokens: StrictBool = True
-    add_generation_prompt: StrictBool = True
+    add_generation_prompt: StrictBool | None = None  # as `continue_final_message` needs it
     continue_final_message: StrictBool = False
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     return_token_strs: StrictBool = False

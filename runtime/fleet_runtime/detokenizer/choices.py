@@ -45,11 +45,10 @@ class Output:
 class Choices:
     """State of every open choice. A choice opens with its first Sampled, and is dropped with its terminal message."""
 
-    def __init__(self, decode: Decode, special_ids: Collection[int], decode_all: Decode | None = None) -> None:
-        """Args: special_ids: ids that have text only in choices that keep it; the others skip them before decoding, because a decoder treats
-        what follows them as a start. decode_all: the decoder that keeps them; default: `decode`."""
+    def __init__(self, decode: Decode, special_ids: Collection[int]) -> None:
+        """Args: decode: with the text of special tokens. special_ids: those that have text only in choices that ask for it; the others skip
+        them before decoding."""
         self._decode = decode
-        self._decode_all = decode_all or decode
         self._special = frozenset(special_ids)
         self._open: dict[Key, _Choice] = {}
         self._stopped: OrderedDict[Key, None] = OrderedDict()  # ended here: the scheduler may not know yet
@@ -111,7 +110,7 @@ class Choices:
 
     def _opened(self, asked: m.OpenText) -> _Choice:
         skipped = frozenset[int]() if asked.keep_special else self._special
-        text = IncrementalText(self._decode_all if asked.keep_special else self._decode, [i for i in asked.prompt_tail if i not in skipped])
+        text = IncrementalText(self._decode, [i for i in asked.prompt_tail if i not in skipped])
         return _Choice(text, StopFilter(asked.stop, include=asked.include_stop), skipped, asked.prompt_tokens, asked.min_tokens)
 
     def _finish(self, key: Key, choice: _Choice, item: m.Sampled, pieces: list[str], out: Output) -> None:

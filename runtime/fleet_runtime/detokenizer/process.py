@@ -6,11 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
-
-from tokenizers import Tokenizer
 
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
@@ -22,29 +19,29 @@ from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files
 from fleet_runtime.priority import yield_to_engine
+from fleet_runtime.server.parsing.registry import resolve
+from fleet_text.prompt import PromptEncoder, TokenizerFilesError
 
 log = logging.getLogger(__name__)
 
 _POLL_MS: Final = 500
 
 
-def load_decoders(config: RuntimeConfig) -> tuple[Decode, list[int], Decode]:
-    """The model's decoder without special tokens, the ids of those, and the decoder that keeps them. Raises StartError."""
+def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
+    """The model's decoder, which keeps special tokens, and the ids of those that answers leave out: not the markup that http's parsers read.
+
+    Raises StartError.
+    """
     folder = Path(config.model_folder) if config.model_folder else None
     files = load_text_files(ModelFiles(folder=folder, base_name="", revision=config.model_revision))
     try:
-        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
-    except Exception as e:  # the library raises bare Exception
-        raise StartError("ModelInvalid", f"tokenizer.json cannot be read: {e}") from e
-    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def decode_all(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    return decode, special, decode_all
+        encoder = PromptEncoder(files)
+    except TokenizerFilesError as e:
+        raise StartError("ModelInvalid", f"{config.model_folder}: {e}") from e
+    flags, tokenizer = config.flags(), encoder.tokenizer
+    shown = resolve(encoder.template_source, flags.tool_parser, flags.reasoning_parser).markup
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and token.content not in shown]
+    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), special
 
 
 def serve(config: RuntimeConfig, incarnation: str) -> None:
@@ -52,7 +49,7 @@ def serve(config: RuntimeConfig, incarnation: str) -> None:
     row = hb.Board.open(config.run_dir).row(m.DETOKENIZER)
     row.set(phase=hb.PHASE_STARTING)
     started = time.monotonic()
-    choices = Choices(*load_decoders(config))
+    choices = Choices(*load_decoder(config))
     mailbox = Mailbox(config.run_dir, m.DETOKENIZER, incarnation)
     yield_to_engine()
     mailbox.send(m.SUPERVISOR, m.Ready(who=m.DETOKENIZER, pid=os.getpid()))

@@ -20,15 +20,29 @@ class OutputParser(Protocol):
 
     def finish(self) -> list[Event]: ...
 
+    def finish_reason(self, reason: str) -> str:
+        """The choice's, for the engine's: an end with whole tool calls is `tool_calls`."""
+        ...
+
+    @property
+    def reasoning_ended(self) -> bool:
+        """What comes now is the answer."""
+        ...
+
 
 class PlainParser:
     """All text is content."""
+
+    reasoning_ended = True
 
     def feed(self, text: str) -> list[Event]:
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Event]:
         return []
+
+    def finish_reason(self, reason: str) -> str:
+        return reason
 
 
 @dataclass(slots=True)
@@ -102,14 +116,18 @@ class ChoiceResult:
         self.prompt_tokens = item.prompt_tokens
         self.completion_tokens = item.completion_tokens
         self.cached_tokens = item.cached_tokens
+        thought = not self.parser.reasoning_ended
         events = self.parser.feed(item.text)
         if item.finish is not None:
             events = [*events, *self.parser.finish()]
         for event in events:
             self._take(event)
+        if thought and (self.reasoning or not self.parser.reasoning_ended):
+            self.reasoning_tokens += len(item.ids)
         if item.finish is not None:
             self.stopped_by = item.stopped_by
-            self.finish = "tool_calls" if item.finish == "stop" and any(c.complete for c in self.calls) else item.finish
+            self.finish = self.parser.finish_reason(item.finish)
+            self.reasoning_tokens *= bool(self.reasoning)
         return Piece(item.index, first, events, item.ids, item.logprobs, self.finish)
 
     def _take(self, event: Event) -> None:

@@ -26,8 +26,9 @@ from fleet_runtime.server.body import ClientGone, parse_json, parse_object, read
 from fleet_runtime.server.generate import check_ids
 from fleet_runtime.server.health import look, not_live, not_ready
 from fleet_runtime.server.manager import ReqState
+from fleet_runtime.server.parsing.tools import tool_request
 from fleet_runtime.server.request_id import accept_request_id
-from fleet_runtime.server.requests import Generation, chat_generation, check_leg, completion_generation, encode_chat, encode_text, stale
+from fleet_runtime.server.requests import Generation, chat_generation, check_leg, completion_generation, encode_chat, encode_text, read_inputs, stale
 from fleet_runtime.server.responses import JSON_TYPE, GenerationResponse
 from fleet_runtime.server.state import HttpState
 
@@ -205,12 +206,14 @@ def _add_reading(app: FastAPI, state: HttpState) -> None:
 
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        options = validate.tokenize_request(await parse_object(await _body(http, state)))
+        body = await parse_object(await _body(http, state))
+        options = validate.tokenize_request(body)
         if options.model is not None:
             validate.check_model(options.model, state.config.served_names)
         text = state.ready_text()
         if options.messages is not None:
-            ids = await encode_chat(text, options)
+            tool_request(body)
+            ids = await encode_chat(text, read_inputs(body))
         else:
             ids = await encode_text(text, options.prompt or "", add_special_tokens=options.add_special_tokens)
         strings = {"token_strs": [text.texts.text_of(i) for i in ids]} if options.return_token_strs else {}

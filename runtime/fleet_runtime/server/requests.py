@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from fleet_contract.errors import CODE_STALE_WORKER, INVALID_REQUEST, ApiError
-from fleet_contract.openai import ChatRequest, CompletionRequest, GenerationOptions, Message, TokenizeRequest
+from fleet_contract.openai import CompletionRequest, GenerationOptions
 from fleet_runtime import messages as m
 from fleet_runtime.server import validate
-from fleet_runtime.server.answer import Answer
+from fleet_runtime.server.answer import Answer, OutputParser, PlainParser
 from fleet_runtime.server.generate import GenerateRequest, Prompt, SamplingOptions, StopOptions, Worker, plan
-from fleet_runtime.server.grammars import grammar_of
+from fleet_runtime.server.grammars import grammar_of, schema_grammar
 from fleet_runtime.server.manager import ReqState
 from fleet_runtime.server.openai_chat import ChatShape
 from fleet_runtime.server.openai_completions import CompletionShape
+from fleet_runtime.server.parsing.output import output_parser
+from fleet_runtime.server.parsing.reasoning import Thinking, thinking_at_start
+from fleet_runtime.server.parsing.registry import NONE
+from fleet_runtime.server.parsing.tools import ToolRequest, forced_schema, tool_request
 from fleet_runtime.server.shape import Shape, Told
 from fleet_runtime.server.state import HttpState, TextModel
-from fleet_text.prompt import PromptError
+from fleet_text.chat import ChatInputs, PromptError, chat_inputs
 
 COMPLETION_DEFAULT_TOKENS: Final = 16  # OpenAI's default of /v1/completions
 _THREAD_ABOVE_CHARS: Final = 4096  # about a millisecond of tokenizing
+_PROMPT_END_IDS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +44,54 @@ class Generation:
 
 async def chat_generation(state: HttpState, request: ReqState, body: dict[str, Any], ids: list[int] | None) -> Generation:
     """Args: ids: the prompt as the router tokenized it. Raises ApiError."""
+    return generation(state, request, await read_chat(state, body, ids), ChatShape)
+
+
+async def read_chat(state: HttpState, body: dict[str, Any], ids: list[int] | None) -> GenerateRequest:
+    """A chat body as the internal request. Other dialects may write themselves as such a body, and answer in a shape of their own.
+
+    Args: ids: as in `chat_generation`. Raises ApiError.
+    """
     options = validate.chat_request(body)
     validate.check_model(options.model, state.config.served_names)
     text = state.ready_text()
+    asked = tool_request(body)
     grammar = grammar_of(options)
+    if asked.active and grammar is not None:
+        raise ApiError(
+            400,
+            "tools that may be called do not go with a format of the answer: an answer follows one grammar; set tool_choice to none, or leave out "
+            "the format",
+            param="tools",
+        )
+    if asked.forced:
+        schema = forced_schema(asked.tools, asked.choice, named=asked.named, parallel=asked.parallel)
+        grammar = schema_grammar(schema, "tools")
+    inputs = read_inputs(body)
     if ids is None:
-        ids = await encode_chat(text, options)
-    made = GenerateRequest(
+        ids = await encode_chat(text, inputs)
+    make_parser, thinks = _parsing(text, asked, inputs, ids)
+    if grammar is not None and thinks:
+        grammar = msgspec.structs.replace(grammar, after_ids=text.think_end_ids)
+    return GenerateRequest(
         model=options.model,
         prompts=[Prompt(ids, "messages")],
         max_new=options.max_completion_tokens if options.max_completion_tokens is not None else options.max_tokens,
         logprobs=options.top_logprobs if options.logprobs else -1,
         prompt_logprobs=-1 if options.prompt_logprobs is None else options.prompt_logprobs,
         grammar=grammar,
+        make_parser=make_parser,
         **_shared(options),
     )
-    return generation(state, request, made, ChatShape)
+
+
+def _parsing(text: TextModel, asked: ToolRequest, inputs: ChatInputs, ids: list[int]) -> tuple[Callable[[], OutputParser], bool]:
+    """What makes each choice's parser, and whether the prompt ends within the reasoning: a grammar then waits for its end."""
+    if not asked.active and text.format.reasoning == NONE:
+        return PlainParser, False
+    prompt_end = text.texts.decode(ids[-_PROMPT_END_IDS:], skip_special=False)
+    thinks = text.format.reasoning != NONE and thinking_at_start(prompt_end, inputs.continued) is Thinking.OPEN
+    return partial(output_parser, text.format, asked, prompt_end=prompt_end, continued=inputs.continued), thinks
 
 
 async def completion_generation(state: HttpState, request: ReqState, body: dict[str, Any], ids: list[int] | None) -> Generation:
@@ -120,26 +160,23 @@ def _shared(options: GenerationOptions) -> dict[str, Any]:
     }
 
 
-async def encode_chat(text: TextModel, options: ChatRequest | TokenizeRequest) -> list[int]:
-    """Template and tokenizer, in a thread when it may take long. Raises ApiError 400."""
-    plain = plain_messages(options.messages or [])
-    size = sum(len(str(p["content"])) for p in plain)
+def read_inputs(body: dict[str, Any]) -> ChatInputs:
+    """What of a body decides its prompt. Raises ApiError 400."""
     try:
-        if size > _THREAD_ABOVE_CHARS or len(plain) > 100:
-            return await asyncio.to_thread(text.encoder.encode_chat, plain)
-        return text.encoder.encode_chat(plain)
+        return chat_inputs(body)
     except PromptError as e:
-        raise ApiError(400, str(e)[:1000], param="messages") from e
+        raise ApiError(400, str(e)[:1000], param=e.param) from e
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates read them: content is a text."""
-    out = []
-    for message in messages:
-        content = message.content
-        text = content if isinstance(content, str) else "".join(p.text or p.refusal for p in content or ())
-        out.append(message.model_dump(exclude_none=True) | {"content": text})
-    return out
+async def encode_chat(text: TextModel, inputs: ChatInputs) -> list[int]:
+    """Template and tokenizer, in a thread when it may take long. Raises ApiError 400."""
+    size = sum(len(str(message.get("content", ""))) for message in inputs.messages)
+    try:
+        if size > _THREAD_ABOVE_CHARS or len(inputs.messages) > 100 or inputs.tools:
+            return await asyncio.to_thread(text.encoder.encode_inputs, inputs)
+        return text.encoder.encode_inputs(inputs)
+    except PromptError as e:
+        raise ApiError(400, str(e)[:1000], param=e.param) from e
 
 
 async def encode_text(text: TextModel, prompt: str, *, add_special_tokens: bool) -> list[int]:

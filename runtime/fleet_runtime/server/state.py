@@ -19,18 +19,22 @@ from fleet_runtime.server.guard import Guard
 from fleet_runtime.server.health import look, not_ready
 from fleet_runtime.server.manager import TokenizerManager
 from fleet_runtime.server.metrics import Metrics
+from fleet_runtime.server.parsing.reasoning import THINK
+from fleet_runtime.server.parsing.registry import OutputFormat, resolve
 from fleet_runtime.server.token_texts import TokenTexts
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError, zip_files
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """The model as text: encoder, the zip that routers fetch, and how many ids there are."""
+    """The model as text: encoder, the zip that routers fetch, how many ids there are, and what its answers are made of."""
 
     encoder: PromptEncoder
     zip: bytes
     vocab_size: int
     texts: TokenTexts
+    format: OutputFormat
+    think_end_ids: list[int]  # ids of the tag that ends reasoning
 
 
 def load_text_model(config: RuntimeConfig) -> TextModel:
@@ -44,7 +48,10 @@ def load_text_model(config: RuntimeConfig) -> TextModel:
     declared = read_config(folder).get("vocab_size") if folder is not None else None
     # Ids between the tokenizer's and the model's vocabulary size have weights, but no text.
     vocab_size = max(encoder.vocab_size, declared if isinstance(declared, int) else 0)
-    return TextModel(encoder, zip_files(files), vocab_size, TokenTexts(encoder.tokenizer, files["tokenizer.json"]))
+    flags = config.flags()
+    written = resolve(encoder.template_source, flags.tool_parser, flags.reasoning_parser)
+    texts = TokenTexts(encoder.tokenizer, files["tokenizer.json"], shown=written.markup)
+    return TextModel(encoder, zip_files(files), vocab_size, texts, written, encoder.encode(THINK[1], add_special_tokens=False))
 
 
 @dataclass(slots=True)

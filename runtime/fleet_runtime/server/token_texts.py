@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,13 +25,15 @@ class _Decoder(msgspec.Struct):
 class TokenTexts:
     """See the module. Immutable but for its memory of what was asked."""
 
-    def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes, shown: Collection[str] = ()) -> None:
+        """Args: shown: special tokens whose text is never left out: markup of tool calls and reasoning."""
         kinds = _kinds(msgspec.json.decode(tokenizer_json, type=_Decoder).decoder)
         self._tokenizer = tokenizer
         self._byte_level = {c: b for b, c in enumerate(_byte_characters())} if "ByteLevel" in kinds else None
         self._byte_pieces = "ByteFallback" in kinds
         self._space_sign = bool(kinds & {"Replace", "Metaspace"})
-        self._added: dict[int, tuple[str, bool]] = {i: (token.content, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, tuple[str, bool]] = {i: (t.content, t.special and t.content not in shown) for i, t in added.items()}
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:

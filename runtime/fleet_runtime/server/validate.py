@@ -55,7 +55,6 @@ def chat_request(body: dict[str, Any]) -> ChatRequest:
         raise ApiError(400, "give either max_completion_tokens or max_tokens", param="max_tokens")
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-    _check_continuation(request)
     return request
 
 
@@ -94,7 +93,6 @@ def tokenize_request(body: dict[str, Any]) -> TokenizeRequest:
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if request.messages is not None:
         check_messages(request.messages)
-        _check_continuation(request)
     return request
 
 
@@ -107,21 +105,10 @@ def check_messages(messages: list[Message]) -> None:
     """What a role must have and may not have. Raises ApiError 400."""
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
-        if message.content is None and message.role not in ("assistant", "tool"):
+        if message.content is None and message.role != "assistant":
             raise ApiError(400, f"{path}.content is missing", param=f"{path}.content")
         if message.tool_calls and message.role != "assistant":
             raise ApiError(400, f"{path}.tool_calls is only allowed in a message of role assistant", param=f"{path}.tool_calls")
-
-
-def _check_continuation(request: ChatRequest | TokenizeRequest) -> None:
-    """`continue_final_message` is instead of a new answer's head."""
-    if not request.continue_final_message:
-        return
-    if "add_generation_prompt" in request.model_fields_set and request.add_generation_prompt:
-        raise ApiError(400, "continue_final_message does not go with add_generation_prompt: true", param="continue_final_message")
-    if request.messages and request.messages[-1].role != "assistant":
-        message = f"continue_final_message needs a last message of role assistant; it is of role {request.messages[-1].role}"
-        raise ApiError(400, message, param="continue_final_message")
 
 
 def check_model(asked: str, served: list[str]) -> None:

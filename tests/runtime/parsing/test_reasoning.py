@@ -51,7 +51,9 @@ def test_reasoning_and_content_are_parted_for_every_split(prompt_end: str, text:
 
 @given(
     st.sampled_from(["", "<think>\n", "<think></think>"]),
-    st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "<tool_call>", '{"name":"f"}', "</tool_call>"]), max_size=12),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "<tool_call>", '{"name":"f"}', "</tool_call>"]), max_size=12
+    ),
 )
 @settings(max_examples=600, deadline=None)
 def test_no_split_of_any_text_changes_reasoning_content_or_calls(prompt_end: str, pieces: list[str]) -> None:

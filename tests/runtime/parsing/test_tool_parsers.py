@@ -231,7 +231,11 @@ def test_arguments_stream_character_by_character() -> None:
 @pytest.mark.parametrize(
     ("format", "pieces", "outs"),
     [
-        ("hermes", ["a<", "b", "<tool", "_x", "<tool_call>", "{", '"', "a", '"', ":1", "}z"], ["a", "<b", "", "<tool_x", *[""] * 6, '<tool_call>{"a":1}z']),
+        (
+            "hermes",
+            ["a<", "b", "<tool", "_x", "<tool_call>", "{", '"', "a", '"', ":1", "}z"],
+            ["a", "<b", "", "<tool_x", *[""] * 6, '<tool_call>{"a":1}z'],
+        ),
         ("hermes", ["<tool_call>", "x"], ["", "<tool_call>x"]),
         ("hermes", ["<tool_call>", '{"name": "', "get_", "x"], ["", "", "", '<tool_call>{"name": "get_x']),
         ("llama3", ["Hi {"], ["Hi {"]),
@@ -263,7 +267,9 @@ def test_qwen_coder_values_have_the_type_of_the_schema(key: str, written: str, r
     assert json.loads(call[1]) == {key: read} and type(json.loads(call[1])[key]) is type(read)
 
 
-@given(st.dictionaries(st.sampled_from("s maybe other".split()), st.text(st.characters(exclude_categories=["Cs"])).filter(lambda t: "</param" not in t)))
+@given(
+    st.dictionaries(st.sampled_from("s maybe other".split()), st.text(st.characters(exclude_categories=["Cs"])).filter(lambda t: "</param" not in t))
+)
 @settings(deadline=None)
 def test_qwen_coder_texts_come_back_exactly(values: dict[str, str]) -> None:
     body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
@@ -275,7 +281,14 @@ def test_qwen_coder_texts_come_back_exactly(values: dict[str, str]) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_twice_the_answer_costs_about_twice_the_time(format: str) -> None:
     """Eight times as long: linear is 8, quadratic 64. Text, many calls, and one long call; by single characters and at once."""
-    one = {"hermes": EXAMPLES[0], "llama3": EXAMPLES[7], "mistral": EXAMPLES[12], "qwen_coder": EXAMPLES[14], "required": EXAMPLES[16], "named": EXAMPLES[17]}
+    one = {
+        "hermes": EXAMPLES[0],
+        "llama3": EXAMPLES[7],
+        "mistral": EXAMPLES[12],
+        "qwen_coder": EXAMPLES[14],
+        "required": EXAMPLES[16],
+        "named": EXAMPLES[17],
+    }
     call = one[format][1]
     long_json = json.dumps({"k": ["word {} \\ " * 4] * 40})
     long_call = {
