@@ -7,7 +7,6 @@ parent's death.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Final, NoReturn
 import zmq
 
 from fleet_contract.handoff import Hello
+from fleet_contract.logs import set_up_logging
 from fleet_contract.names import ROLE_DECODE
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
@@ -32,14 +32,8 @@ from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
 
 log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG: Final = 1
 _IDLE_WAIT_S: Final = 0.25
 _HOLDING_WAIT_S: Final = 0.05  # while requests wait: their deadlines are looked at
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when the supervisor dies (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _terminate(_signal: int, _frame: object) -> NoReturn:
@@ -183,11 +177,10 @@ class SchedulerProcess:
 def main(argv: list[str]) -> int:
     """Runs the process; returns its exit status."""
     run_dir, incarnation = argv
-    die_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the supervisor ends us in order
     config = RuntimeConfig.read(run_dir)
-    logging.basicConfig(level=config.flags().log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s")
+    set_up_logging(m.SCHEDULER, config.flags().log_level)
     board = Board.open(run_dir)
     row = board.row(m.SCHEDULER)
     row.set(phase=PHASE_STARTING, percent=0)

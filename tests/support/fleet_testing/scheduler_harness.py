@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from fleet_contract.launch import RuntimeLaunch
+from fleet_contract.lifeline import before_exec
 from fleet_contract.wire import encode_ids
 from fleet_contract.worker import Profile
 from fleet_runtime import messages as m
@@ -202,7 +203,9 @@ class SchedulerProcess:
         self._detokenizer = self._bind(m.DETOKENIZER)
         self._stderr = (run_dir / "stderr").open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fleet_runtime.scheduler.process", str(run_dir), self.incarnation], stderr=self._stderr
+            [sys.executable, "-m", "fleet_runtime.scheduler.process", str(run_dir), self.incarnation],
+            stderr=self._stderr,
+            preexec_fn=before_exec(os.getpid()),
         )
         self._push = self._context.socket(zmq.PUSH)
         self._push.setsockopt(zmq.LINGER, 0)
