@@ -18,6 +18,8 @@ from fleet_contract.errors import TIMEOUT, ApiError
 from fleet_contract.logs import facts
 from fleet_contract.worker import PrefillAnswer
 from fleet_runtime import messages as m
+from fleet_runtime.server.answer import Usage
+from fleet_runtime.server.embeddings import WAVE, EmbeddingJob, embed_admits, embedding_answer
 from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
 from fleet_runtime.server.requests import Generation
@@ -33,14 +35,13 @@ class _Gone(Exception):
     """The client left."""
 
 
-class GenerationResponse(Response):
-    """Runs an opened request to its end and answers it. Releases the state, whatever happens."""
+class AdmittedResponse(Response):
+    """Runs an opened request to its end and answers it. Releases the state, whatever happens. Subclasses say how."""
 
-    def __init__(self, state: HttpState, request: ReqState, generation: Generation) -> None:
+    def __init__(self, state: HttpState, request: ReqState) -> None:
         super().__init__(media_type=JSON_TYPE)
         self._state = state
         self._request = request
-        self._generation = generation
         self._first_at: float | None = None
         self._started = False  # the status line is out
         self._gone = False
@@ -49,13 +50,7 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(self._watch(receive))
         status = 200
         try:
-            self._state.manager.admit(self._request, self._generation.choices)
-            if self._request.routed.leg == "prefill":
-                await self._prefill(send)
-            elif self._generation.stream:
-                await self._stream(send)
-            else:
-                await self._plain(send)
+            await self._run(send)
         except _Gone:
             status = 499
             self._state.metrics.disconnects += 1
@@ -67,6 +62,18 @@ class GenerationResponse(Response):
             self._state.manager.cancel(self._request, "its handler ended")
             self._state.manager.release(self._request)
             self._count(status, scope)
+
+    async def _run(self, send: Send) -> None:
+        """Admits, waits, answers. Raises ApiError, _Gone."""
+        raise NotImplementedError
+
+    def _usage(self) -> Usage:
+        """What was used, by now."""
+        raise NotImplementedError
+
+    def _error_event(self, error: ApiError, request_id: str) -> bytes:
+        """An error inside a stream."""
+        raise NotImplementedError
 
     async def _watch(self, receive: Receive) -> None:
         """Ends the request when the client leaves."""
@@ -107,6 +114,56 @@ class GenerationResponse(Response):
             return ApiError(504, f"the request took more than {limit} s (--request-timeout)", type=TIMEOUT, code="request_timeout")
         return ApiError(504, f"no token came within {self._request.routed.deadline_ms} ms", type=TIMEOUT, code="deadline_exceeded")
 
+    async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
+        """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
+        if not self._request.admitted:
+            self._state.manager.reject(self._request, error)
+        level = logging.WARNING if error.status in (500, 504) else logging.DEBUG
+        log.log(
+            level, "request failed", extra=facts(rid=self._request.rid, status=error.status, code=error.code, request_id=scope["state"]["request_id"])
+        )
+        if not self._started:
+            raise error  # the application's border answers it
+        if (connection := scope["state"].get(CONNECTION)) is not None:
+            connection.close_after_response()
+        await send({"type": "http.response.body", "body": self._error_event(error, scope["state"]["request_id"]), "more_body": False})
+
+    async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
+        headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _count(self, status: int, scope: Scope) -> None:
+        metrics, usage = self._state.metrics, self._usage()
+        metrics.duration.observe(time.monotonic() - self._request.started_at)
+        metrics.prompt_tokens += usage.prompt
+        metrics.completion_tokens += usage.completion
+        if status == 499 or self._started:
+            scope["state"]["counted_status"] = status
+
+
+class GenerationResponse(AdmittedResponse):
+    """Plain, streamed, or that of a prefill leg."""
+
+    def __init__(self, state: HttpState, request: ReqState, generation: Generation) -> None:
+        super().__init__(state, request)
+        self._generation = generation
+
+    async def _run(self, send: Send) -> None:
+        self._state.manager.admit(self._request, self._generation.choices)
+        if self._request.routed.leg == "prefill":
+            await self._prefill(send)
+        elif self._generation.stream:
+            await self._stream(send)
+        else:
+            await self._plain(send)
+
+    def _usage(self) -> Usage:
+        return self._generation.shape.answer.usage()
+
+    def _error_event(self, error: ApiError, request_id: str) -> bytes:
+        return self._generation.shape.error(error, request_id)
+
     async def _plain(self, send: Send) -> None:
         answer = self._generation.shape.answer
         while not answer.done:
@@ -146,29 +203,27 @@ class GenerationResponse(Response):
         answer = PrefillAnswer(self._request.rid, usage.cached, usage.prompt)
         await self._send_whole(200, msgspec.json.encode(answer), send)
 
-    async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
-        """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
-        if not self._request.admitted:
-            self._state.manager.reject(self._request, error)
-        level = logging.WARNING if error.status in (500, 504) else logging.DEBUG
-        log.log(
-            level, "request failed", extra=facts(rid=self._request.rid, status=error.status, code=error.code, request_id=scope["state"]["request_id"])
-        )
-        if not self._started:
-            raise error  # the application's border answers it
-        if (connection := scope["state"].get(CONNECTION)) is not None:
-            connection.close_after_response()
-        await send({"type": "http.response.body", "body": self._generation.shape.error(error, scope["state"]["request_id"]), "more_body": False})
 
-    async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
-        headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+class EmbeddingResponse(AdmittedResponse):
+    """One vector per input; a few inputs are with the scheduler at once."""
 
-    def _count(self, status: int, scope: Scope) -> None:
-        metrics, usage = self._state.metrics, self._generation.shape.answer.usage()
-        metrics.duration.observe(time.monotonic() - self._request.started_at)
-        metrics.prompt_tokens += usage.prompt
-        metrics.completion_tokens += usage.completion
-        if status == 499 or self._started:
-            scope["state"]["counted_status"] = status
+    def __init__(self, state: HttpState, request: ReqState, job: EmbeddingJob) -> None:
+        super().__init__(state, request)
+        self._job = job
+        self._vectors: dict[int, m.Embedded] = {}
+
+    async def _run(self, send: Send) -> None:
+        request = self._request
+        waiting = embed_admits(self._job, request.rid, request.routed, request.started_at)
+        total, at = len(waiting), min(WAVE, len(waiting))
+        self._state.manager.admit(request, waiting[:at])
+        while len(self._vectors) < total:
+            new = [item for item in await self._items() if isinstance(item, m.Embedded)]
+            self._vectors.update((item.index, item) for item in new)
+            self._state.manager.admit(request, waiting[at : at + len(new)])
+            at += len(new)
+        await self._send_whole(200, embedding_answer(self._job, [self._vectors[i] for i in range(total)]), send)
+
+    def _usage(self) -> Usage:
+        done = self._vectors.values()
+        return Usage(prompt=sum(e.prompt_tokens for e in done), cached=sum(e.cached_tokens for e in done))

@@ -16,6 +16,7 @@ from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files, read_config
 from fleet_runtime.record import worker_record
 from fleet_runtime.server.access import ApiKeys
+from fleet_runtime.server.control import Controls
 from fleet_runtime.server.guard import Guard
 from fleet_runtime.server.health import look, not_ready
 from fleet_runtime.server.manager import TokenizerManager
@@ -69,10 +70,13 @@ class HttpState:
     text: TextModel | None = None
     info: m.SchedulerInfo | None = None
     last_death: str = ""
+    late_replies: int = 0  # of control calls that nobody waits for any more
     manager: TokenizerManager = field(init=False)
+    controls: Controls = field(init=False)
 
     def __post_init__(self) -> None:
         self.manager = TokenizerManager(self.mailbox, self.cannot_take)
+        self.controls = Controls(self.mailbox)
 
     def cannot_take(self) -> ApiError | None:
         """Why no request can be taken now; None when one can. A request needs both neighbours, not the probe's opinion of them."""

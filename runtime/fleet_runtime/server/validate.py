@@ -48,7 +48,7 @@ _UNIONS: Final = {
 
 def chat_request(body: dict[str, Any]) -> ChatRequest:
     """Raises ApiError 400."""
-    request = _checked(ChatRequest, body)
+    request = checked(ChatRequest, body)
     _check_generation(request)
     check_messages(request.messages)
     if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -60,7 +60,7 @@ def chat_request(body: dict[str, Any]) -> ChatRequest:
 
 def completion_request(body: dict[str, Any]) -> CompletionRequest:
     """Raises ApiError 400."""
-    request = _checked(CompletionRequest, body)
+    request = checked(CompletionRequest, body)
     _check_generation(request)
     if isinstance(request.prompt, list):
         if not request.prompt:
@@ -79,7 +79,7 @@ def completion_request(body: dict[str, Any]) -> CompletionRequest:
 
 def embedding_request(body: dict[str, Any]) -> EmbeddingRequest:
     """Raises ApiError 400."""
-    request = _checked(EmbeddingRequest, body)
+    request = checked(EmbeddingRequest, body)
     _check_unknown(request)
     if isinstance(request.input, list) and request.input and not isinstance(request.input[0], int) and len(request.input) > MAX_EMBEDDING_INPUTS:
         raise ApiError(400, f"input has {len(request.input)} inputs; at most {MAX_EMBEDDING_INPUTS} are allowed in one request", param="input")
@@ -88,7 +88,7 @@ def embedding_request(body: dict[str, Any]) -> EmbeddingRequest:
 
 def tokenize_request(body: dict[str, Any]) -> TokenizeRequest:
     """Raises ApiError 400."""
-    request = _checked(TokenizeRequest, body)
+    request = checked(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if request.messages is not None:
@@ -98,7 +98,7 @@ def tokenize_request(body: dict[str, Any]) -> TokenizeRequest:
 
 def detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
     """Raises ApiError 400."""
-    return _checked(DetokenizeRequest, body)
+    return checked(DetokenizeRequest, body)
 
 
 def check_messages(messages: list[Message]) -> None:
@@ -137,7 +137,8 @@ def refuse_internal_options(body: dict[str, Any]) -> None:
             raise ApiError(400, f"{name} is an internal option; it is not allowed on the public port", code="internal_option", param=name)
 
 
-def _checked(kind: type[R], body: dict[str, Any]) -> R:
+def checked(kind: type[R], body: dict[str, Any]) -> R:
+    """A body as its model. Raises ApiError 400 with the first faults."""
     try:
         return kind.model_validate({k: _without_nulls(v) if k in _NULLS_INSIDE else v for k, v in body.items() if v is not None})
     except ValidationError as e:
