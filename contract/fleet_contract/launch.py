@@ -31,7 +31,9 @@ class RuntimeLaunch(BaseModel):
     role: Literal["prefill", "decode", "unified"] = Field(default="unified", description="What this worker does")
     revision: str = Field(default="", description="Revision of the service, 8 hex digits")
     context_length: int = Field(default=4096, ge=16, le=1_048_576, description="Longest prompt + answer, tokens")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Type of weights and KV; auto: float32 on a CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of weights and KV; auto: bfloat16 with the native executor, else float32"
+    )
     kv_cache_memory: int = Field(default=1 << 30, ge=1 << 16, description="Bytes for KV pages")
     drain_timeout: int = Field(default=300, ge=0, le=86_400, description="Seconds for running requests after SIGTERM")
     host: str = Field(default="0.0.0.0", description="Address of the data port")
@@ -41,14 +43,41 @@ class RuntimeLaunch(BaseModel):
     bootstrap_port: Port = Field(default=names.RUNTIME_BOOTSTRAP_PORT, description="Bootstrap server of a prefill worker")
     transfer_port: Port = Field(default=names.RUNTIME_TRANSFER_PORT, description="Transfer port of a prefill worker")
     load_port: Port = Field(default=names.RUNTIME_LOAD_PORT, description="Load reports")
+    events_port: Port = Field(default=names.RUNTIME_EVENTS_PORT, description="KV events, PUB")
+    replay_port: Port = Field(default=names.RUNTIME_REPLAY_PORT, description="Replay and snapshot of KV events")
     announce: str = Field(default="", description="File that gets the worker's record as JSON once its ports are bound; empty: none")
 
     # What a user may set by spec.engine.args.
-    executor: Literal["torch", "simulated"] = Field(default="torch", description="What computes a step; simulated computes nothing")
+    executor: Literal["auto", "native", "torch", "simulated"] = Field(
+        default="auto", description="What computes a step; auto: native where this CPU and model allow it, else torch; simulated computes nothing"
+    )
+    weight_dtype: Literal["auto", "bfloat16", "int8"] = Field(default="auto", description="Weights of the native executor; auto: bfloat16")
     threads: int = Field(default=0, ge=0, le=1024, description="Compute threads; 0: from affinity and cgroup quota")
     max_rows: int = Field(default=64, ge=1, le=4096, description="Most requests that run at once")
     max_step_tokens: int = Field(default=512, ge=16, le=65_536, description="Token budget of one step (chunk of a prompt)")
     max_prefill_steps: int = Field(default=2, ge=1, le=1000, description="Most prefill steps between two decode steps")
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "priority"] = Field(
+        default="fcfs", description="Order of waiting requests: arrival, longest cached prefix, heaviest branch of the prefix tree, or priority"
+    )
+    eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = Field(default="lru", description="Which cached prefixes go first")
+    overlap: bool = Field(default=True, description="Compute a step while the results of the one before are handled")
+    mixed_chunk: bool = Field(default=True, description="Running requests get a token in steps that compute a prompt, too")
+    new_token_ratio: float = Field(
+        default=0.7, gt=0, le=1, description="Share of max_tokens that admission reserves at first; less: more rows, more retractions; 1: none"
+    )
+    max_queue_tokens: int = Field(default=1 << 20, ge=1, description="Most prompt tokens of waiting requests; more are answered 429")
+    running_timeout: int = Field(default=0, ge=0, le=86_400, description="Seconds a request may run from its first step; 0: --request-timeout alone")
+    grammar_timeout: int = Field(default=5, ge=1, le=600, description="Seconds to compile a grammar or schema")
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = Field(
+        default="auto", description="Format of the model's tool calls; auto: from its chat template"
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(default="auto", description="Tags of reasoning; auto: from the chat template")
+    api_key_file: str = Field(default="", description="File of API keys, one a line, for the data port; empty: open")
+    tls_cert_file: str = Field(default="", description="Certificate chain of the data port, PEM; with --tls-key-file")
+    tls_key_file: str = Field(default="", description="Private key of the data port, PEM")
+    cors_origins: str = Field(default="", description="Origins a browser may call the data port from, comma between; * for all; empty: none")
+    otlp_endpoint: str = Field(default="", description="OpenTelemetry collector, http(s)://host:port; empty: no traces")
+    replay_batches: int = Field(default=10_000, ge=16, le=1_000_000, description="KV event batches kept for replay")
     max_queue: int = Field(default=512, ge=1, le=1_000_000, description="Most waiting requests; more are answered 429")
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30, description="Largest request body")
     body_timeout: int = Field(default=30, ge=1, le=3600, description="Seconds in which a request's body must arrive")
@@ -121,7 +150,7 @@ class RuntimeLaunch(BaseModel):
 
 _OPERATOR_FLAGS: Final = frozenset(
     "model served_model_name role revision context_length dtype kv_cache_memory drain_timeout host internal_host data_port internal_port"
-    " bootstrap_port transfer_port load_port announce".split()
+    " bootstrap_port transfer_port load_port events_port replay_port announce".split()
 )
 # Flags that spec.engine.args may name, as written there (without the dashes in front).
 USER_FLAGS: Final = tuple(n.replace("_", "-") for n in RuntimeLaunch.model_fields if n not in _OPERATOR_FLAGS)

@@ -1,8 +1,8 @@
 """What crosses between the processes of one runtime: msgspec structs over one-way ZMQ PUSH/PULL ipc channels.
 
-                    Admit Abort RoomRejected
+                    Admit Abort RoomRejected Control
         http ───────────────────────────────► scheduler ◄──────────── Stopped
-         ▲                                        │ SampledBatch Failed HandedOver │
+         ▲                                        │ SampledBatch Failed HandedOver │ (Embedded ControlReply too)
          │ TextBatch Failed HandedOver            ▼                                │
          └─────────────────────────────── detokenizer ─────────────────────────────┘
         every child ── Ready ──► supervisor ── Peers PeerDied Drain ──► every child
@@ -11,7 +11,7 @@ Each process binds one PULL socket (`endpoint`) and connects PUSH sockets to its
 child must not stop its writer. Each message names the incarnation of its sender and of its addressee; a process drops mail that was
 addressed to another incarnation, or that comes from a sender that is no longer its peer. No tensors, no pickle.
 
-Every accepted (rid, index) ends in exactly one terminal message to http: `Text` with `finish`, `Failed`, or `HandedOver`. All of them
+Every accepted (rid, index) ends in exactly one terminal message to http: `Text` with `finish`, `Failed`, `HandedOver` or `Embedded`. All of them
 pass the detokenizer. When a process dies, `PeerDied` ends what it carried: http answers its clients, the scheduler frees the pages.
 """
 
@@ -50,6 +50,8 @@ class SchedulerInfo(Struct, array_like=True, frozen=True):
     bootstrap_port: int = 0
     transfer_port: int = 0
     load_port: int = 0
+    events_port: int = 0
+    replay_port: int = 0
     transfer_backends: list[str] = field(default_factory=list)
     profile: Profile = Profile()
 
@@ -85,6 +87,14 @@ class Drain(_Message, tag="drain"):
     deadline: float
 
 
+class Grammar(Struct, array_like=True, frozen=True):
+    """What the answer must be. kind: json_schema, regex, lark, or choice (text: a JSON list of texts). Checked by http, compiled by the scheduler."""
+
+    kind: str
+    text: str
+    after_ids: list[int] = field(default_factory=list)  # starts behind these ids (end of reasoning); empty: at once
+
+
 class Admit(_Message, tag="admit"):
     """Http -> scheduler: a checked request. `ids` are little-endian u32, at least one; len(ids) + max_new fits the context."""
 
@@ -104,6 +114,23 @@ class Admit(_Message, tag="admit"):
     deadline: float = 0.0  # CLOCK_MONOTONIC seconds for the first token
     router_id: str = ""  # of X-Radixfleet-Pick
     pick: int = -1
+    top_k: int = 0  # 0 = all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0  # until so many, no stop id is drawn and no stop string ends the answer
+    logprobs: int = -1  # -1: none; k: the chosen token's and the k most likely of each place
+    prompt_logprobs: int = -1  # the same of the prompt's tokens but the first
+    grammar: Grammar | None = None
+    priority: int = 0  # more is sooner, under --schedule-policy priority; and stays longer, under --eviction-policy priority
+    lora: str = ""  # namespaces of the prefix cache: nothing is shared across them
+    salt: str = ""
+    embed: str = ""  # last or mean: the answer is one vector, max_new is 0
+    include_stop: bool = False  # the stop string stays in the text
+    keep_special: bool = False  # special tokens have text too (skip_special_tokens: false)
+    spaces_between_special: bool = True
 
 
 class Abort(_Message, tag="abort"):
@@ -132,6 +159,19 @@ class OpenText(Struct, array_like=True):
     prompt_tail: list[int]  # the last few prompt ids, so that the first token joins them as it should
     stop: list[str]
     prompt_tokens: int
+    min_tokens: int = 0
+    include_stop: bool = False
+    keep_special: bool = False
+    spaces_between_special: bool = True
+
+
+class TokenLogprob(Struct, array_like=True, frozen=True):
+    """One place of an answer or prompt: its token, and the most likely ones (ids and logprobs, best first)."""
+
+    token: int
+    logprob: float
+    top_ids: list[int] = field(default_factory=list)
+    top: list[float] = field(default_factory=list)
 
 
 class Sampled(Struct, array_like=True):
@@ -144,6 +184,11 @@ class Sampled(Struct, array_like=True):
     finish: str | None = None
     cached_tokens: int = 0
     open: OpenText | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per id of `ids`, if asked for
+    prompt_logprobs: list[TokenLogprob] | None = None  # with the first token
+    stop_id: int = -1  # the id that ended it, if one did
+    queued_s: float = 0.0  # with the first token: seconds from arrival to the first step
+    prefill_s: float = 0.0  # with the first token: seconds from the first step to it
 
 
 class SampledBatch(_Message, tag="sampled"):
@@ -153,7 +198,7 @@ class SampledBatch(_Message, tag="sampled"):
 
 
 class Text(Struct, array_like=True):
-    """New text of one choice. Texts of a choice, joined, are the decoded answer. `finish` makes it terminal."""
+    """New text of one choice. Texts of a choice, joined, are the decoded answer. `finish` makes it terminal. `logprobs` go with `ids`."""
 
     rid: str
     index: int
@@ -163,6 +208,11 @@ class Text(Struct, array_like=True):
     completion_tokens: int
     cached_tokens: int
     finish: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    stopped_by: str | int | None = None  # the stop string or stop id that ended it
+    queued_s: float = 0.0  # as in Sampled
+    prefill_s: float = 0.0
 
 
 class TextBatch(_Message, tag="text"):
@@ -199,8 +249,36 @@ class HandedOver(_Message, tag="handed_over"):
     prompt_tokens: int
 
 
+class Embedded(_Message, tag="embedded"):
+    """Scheduler -> detokenizer -> http, terminal of an embedding: `vector` is little-endian float32, not normalised."""
+
+    rid: str
+    index: int
+    vector: bytes
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+
+class Control(_Message, tag="control"):
+    """Http -> scheduler: a call of an operator or router. op: flush_cache, pause, continue, log_level, profile, internals.
+    Answered by one `ControlReply` of the same id."""
+
+    id: str
+    op: str
+    args: dict[str, int | float | str | bool] = field(default_factory=dict)
+
+
+class ControlReply(_Message, tag="control_reply"):
+    """Scheduler -> detokenizer -> http. status: an HTTP status; `data` is JSON, an error body's fields where status is not 200."""
+
+    id: str
+    status: int
+    data: bytes = b"{}"
+
+
 Message = (
     Ready | Peers | PeerDied | Drain | Admit | Abort | RoomRejected | SampledBatch | TextBatch | Stopped | Failed | HandedOver
+    | Embedded | Control | ControlReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

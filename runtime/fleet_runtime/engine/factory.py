@@ -27,12 +27,14 @@ def make_executor(flags: RuntimeLaunch, model_folder: str | Path | None, threads
     Args: model_folder: of `models.files.resolve_model`; empty or None for simulated://. threads: for arithmetic. progress: percent and words.
     Raises StartError(ModelInvalid | OutOfMemory | BadFlag).
     """
-    if (flags.executor == "simulated") != flags.model.startswith(SIMULATED):
+    simulated = flags.model.startswith(SIMULATED)
+    name = flags.executor if flags.executor != "auto" else "simulated" if simulated else "torch"
+    if (name == "simulated") != simulated:
         raise StartError(
             "BadFlag",
             f"--executor is {flags.executor!r} and --model is {flags.model!r}: the simulated executor goes with simulated:// and only with it",
         )
-    return EXECUTORS[flags.executor](flags, Path(model_folder) if model_folder else None, threads, progress)
+    return EXECUTORS[name](flags, Path(model_folder) if model_folder else None, threads, progress)
 
 
 def _make_simulated(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.worker import Profile
-from fleet_runtime.engine.base import U64, KvLayout, Progress, StepInput, StepOutput
+from fleet_runtime.engine.base import NEVER_DRAWN, U64, KvLayout, Progress, Sampling, StepInput, StepOutput, relayed
 from fleet_runtime.errors import StartError
 
 VOCAB_SIZE: Final = 260
@@ -43,7 +43,7 @@ def _mix(x: U64) -> U64:
 class SimulatedExecutor:
     """See the module. `sleep` gets the seconds a step should take; tests give a virtual clock."""
 
-    def __init__(self, *, num_pages: int, profile: Profile, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, *, num_pages: int, profile: Profile, slots: int = 64, sleep: Callable[[float], None] = time.sleep) -> None:
         self._layout = KvLayout(
             page_size=PAGE_SIZE,
             num_pages=num_pages,
@@ -58,6 +58,10 @@ class SimulatedExecutor:
         self._sleep = sleep
         self._pool: U64 = np.zeros((num_pages, PAGE_SIZE, _WORDS), dtype=np.uint64)
         self._has_poison = False
+        self._relay = np.full(slots, NEVER_DRAWN, dtype=np.int32)
+        self._batch: StepInput | None = None  # of a `forward` whose `sample` has not come
+        self._sums = np.zeros(0, dtype=np.uint64)
+        self._failed = np.zeros(0, dtype=np.bool_)
 
     @classmethod
     def from_flags(cls, flags: RuntimeLaunch, progress: Progress | None = None) -> SimulatedExecutor:
@@ -76,7 +80,7 @@ class SimulatedExecutor:
             step_per_row_s=flags.simulated_step_per_row_ms / 1e3,
             step_per_ctx_token_s=flags.simulated_step_per_ctx_token_us / 1e6,
         )
-        return cls(num_pages=num_pages, profile=profile)
+        return cls(num_pages=num_pages, profile=profile, slots=flags.max_rows)
 
     @property
     def layout(self) -> KvLayout:
@@ -90,15 +94,30 @@ class SimulatedExecutor:
     def profile(self) -> Profile:
         return self._profile
 
-    def step(self, batch: StepInput) -> StepOutput:
+    @property
+    def slots(self) -> int:
+        return len(self._relay)
+
+    @property
+    def hidden_size(self) -> int:
+        return 0
+
+    def step(self, batch: StepInput, sampling: Sampling) -> StepOutput:
+        """See Executor.step."""
+        self.forward(batch)
+        return self.sample(sampling)
+
+    def forward(self, batch: StepInput) -> None:
         """Writes the new tokens into their pages, then reads each sampled row's context back; sleeps as the profile says."""
         rows = len(batch.context_lens)
         lengths = np.diff(batch.row_starts)
         row_of_token = np.repeat(np.arange(rows), lengths)
         pages = batch.page_tables[row_of_token, batch.positions // PAGE_SIZE]
-        self._pool[pages, batch.positions % PAGE_SIZE] = self._records(batch.token_ids, batch.positions)
+        token_ids = relayed(batch.token_ids, self._relay)
+        self._pool[pages, batch.positions % PAGE_SIZE] = self._records(token_ids, batch.positions)
         sums = np.zeros(rows, dtype=np.uint64)
         failed = np.zeros(rows, dtype=np.bool_)
+        failed[row_of_token[token_ids == NEVER_DRAWN]] = True
         for row in range(rows) if self._has_poison else np.flatnonzero(batch.sample):
             context = int(batch.context_lens[row])
             table = batch.page_tables[row, : -(-context // PAGE_SIZE)]
@@ -106,9 +125,19 @@ class SimulatedExecutor:
             sums[row] = kv.sum(dtype=np.uint64)
             if self._has_poison and bool((kv == _POISON).any()):
                 failed[row] = True
-        tokens = self._next_tokens(sums, batch)
+        self._batch, self._sums, self._failed = batch, sums, failed
         self._sleep(self._seconds(lengths, batch.context_lens))
-        return StepOutput(tokens, failed)
+
+    def sample(self, sampling: Sampling) -> StepOutput:
+        """See Executor.sample."""
+        batch = self._batch
+        assert batch is not None, "sample without forward"
+        self._batch = None
+        rows = np.flatnonzero(batch.sample)
+        tokens = np.zeros(len(batch.sample), dtype=np.int32)
+        tokens[rows] = self._next_tokens(self._sums[rows], sampling, batch.context_lens[rows])
+        self._relay[batch.slots[rows]] = tokens[rows]
+        return StepOutput(tokens, self._failed)
 
     @staticmethod
     def _records(token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> U64:
@@ -119,11 +148,11 @@ class SimulatedExecutor:
         return out
 
     @staticmethod
-    def _next_tokens(sums: U64, batch: StepInput) -> npt.NDArray[np.int32]:
-        """[R] int32, printable; a sampled row also depends on its seed and position, and on nothing of the other rows."""
+    def _next_tokens(sums: U64, sampling: Sampling, context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """[S] int32, printable; a sampled row also depends on its seed and position, and on nothing of the other rows."""
         state = _mix(sums)
-        noise = _mix(batch.seed + batch.context_lens.astype(np.uint64))
-        state = np.where(batch.temperature > 0, _mix(state ^ noise), state)
+        noise = _mix(sampling.seed + context_lens.astype(np.uint64))
+        state = np.where(sampling.temperature > 0, _mix(state ^ noise), state)
         return (_FIRST_PRINTABLE + (state % np.uint64(_PRINTABLE))).astype(np.int32)
 
     def _seconds(self, lengths: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32]) -> float:

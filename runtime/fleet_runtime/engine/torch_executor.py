@@ -21,7 +21,7 @@ from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.worker import Profile
 from fleet_runtime.engine import sampler
-from fleet_runtime.engine.base import F32, KvLayout, Progress, StepInput, StepOutput
+from fleet_runtime.engine.base import F32, NEVER_DRAWN, KvLayout, Progress, Sampling, StepInput, StepOutput, greedy, relayed
 from fleet_runtime.engine.kv_pool import KvPool, page_bytes
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.engine.paged_attention import StepAttention
@@ -42,9 +42,11 @@ _DTYPES: Final = {"auto": torch.float32, "float32": torch.float32, "bfloat16": t
 class TorchExecutor:
     """See engine.base.Executor. Owns the model and the KV pages."""
 
-    def __init__(self, model: CausalLm, pool: KvPool) -> None:
+    def __init__(self, model: CausalLm, pool: KvPool, *, slots: int) -> None:
         self._model = model
         self._pool = pool
+        self._relay = np.full(slots, NEVER_DRAWN, np.int32)
+        self._pending: tuple[StepInput, torch.Tensor] | None = None  # a `forward` whose `sample` has not come
         self._profile = Profile()
 
     @property
@@ -59,17 +61,36 @@ class TorchExecutor:
     def profile(self) -> Profile:
         return self._profile
 
-    def step(self, batch: StepInput) -> StepOutput:
+    @property
+    def slots(self) -> int:
+        return len(self._relay)
+
+    @property
+    def hidden_size(self) -> int:
+        return 0
+
+    def step(self, batch: StepInput, sampling: Sampling) -> StepOutput:
         """See Executor.step."""
+        self.forward(batch)
+        return self.sample(sampling)
+
+    def forward(self, batch: StepInput) -> None:
+        """See Executor.forward."""
+        self._pending = batch, self._last_hidden(batch)
+
+    def sample(self, sampling: Sampling) -> StepOutput:
+        """See Executor.sample."""
+        assert self._pending is not None, "sample without forward"
+        (batch, last), self._pending = self._pending, None
         rows = np.flatnonzero(batch.sample)
-        last = self._last_hidden(batch)
         # A row attends to all of its context, so what is not finite anywhere in its KV has reached its last token: also a chunk that is
         # not sampled is checked before its pages may be used by others.
         failed = (~torch.isfinite(last).all(dim=1)).numpy()
         tokens = np.zeros(len(batch.sample), np.int32)
         logits = self._logits_of(last, rows)
-        tokens[rows], bad = sampler.sample(logits, batch.temperature[rows], batch.top_p[rows], batch.seed[rows], batch.context_lens[rows])
+        tokens[rows], bad = sampler.sample(logits, sampling.temperature, sampling.top_p, sampling.seed, batch.context_lens[rows])
         failed[rows] |= bad
+        self._relay[batch.slots[rows]] = tokens[rows]
         return StepOutput(tokens=tokens, failed=failed)
 
     def logits(self, batch: StepInput) -> F32:
@@ -80,14 +101,14 @@ class TorchExecutor:
     def _last_hidden(self, batch: StepInput) -> torch.Tensor:
         """Runs the step: [R, hidden], the last new token of each row."""
         attention = StepAttention(self._pool, batch)
-        token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
+        token_ids = torch.from_numpy(relayed(batch.token_ids, self._relay).astype(np.int64))
         positions = torch.from_numpy(batch.positions.astype(np.int64))
         hidden = self._model.forward(token_ids, positions, attention)
         return hidden[torch.from_numpy(batch.row_starts[1:].astype(np.int64) - 1)]
 
     @torch.inference_mode()
     def _logits_of(self, last: torch.Tensor, rows: npt.NDArray[np.intp]) -> F32:
-        out: F32 = self._model.logits(last[torch.from_numpy(rows)]).numpy()
+        out: F32 = self._model.logits(self._model.normed(last[torch.from_numpy(rows)])).numpy()
         return out
 
     def read_page(self, page: int) -> bytes:
@@ -107,7 +128,7 @@ class TorchExecutor:
         room = min(self.layout.num_pages * PAGE_SIZE, context_length)
         chunk, context = min(max_step_tokens, _MEASURED_CHUNK, room), min(_MEASURED_CONTEXT, room)
         rows = max(1, min(max_rows, _MEASURED_ROWS, self.layout.num_pages))
-        self.step(_trial(rows=1, tokens=1))  # first calls of the libraries
+        self.step(*_trial(rows=1, tokens=1))  # first calls of the libraries
         self._profile = profile_of(
             chunk=chunk,
             rows=rows,
@@ -118,12 +139,12 @@ class TorchExecutor:
             context_s=self._time(_trial(rows=1, tokens=1, context=context)),
         )
 
-    def _time(self, batch: StepInput) -> float:
+    def _time(self, trial: tuple[StepInput, Sampling]) -> float:
         """Seconds of a run; of the faster of two if it is short."""
         best = math.inf
         for _ in range(2):
             start = time.perf_counter()
-            self.step(batch)
+            self.step(*trial)
             best = min(best, time.perf_counter() - start)
             if best > _REPEATED_BELOW_S:
                 break
@@ -167,7 +188,7 @@ def load_torch_executor(flags: RuntimeLaunch, folder: Path, threads: int, progre
         raise StartError("OutOfMemory", f"cannot allocate weights and KV cache ({e}); lower --kv-cache-memory or use a smaller model") from e
     loaded = time.monotonic()
     progress(100, "warming up")
-    executor = TorchExecutor(model, pool)
+    executor = TorchExecutor(model, pool, slots=flags.max_rows)
     executor.warm_up(max_step_tokens=flags.max_step_tokens, max_rows=flags.max_rows, context_length=flags.context_length)
     _log.info(
         "torch executor ready: %s, %d threads, KV pages for %d tokens (%d bytes a token); loaded in %.1f s, warmed up in %.1f s",
@@ -177,18 +198,17 @@ def load_torch_executor(flags: RuntimeLaunch, folder: Path, threads: int, progre
     return executor
 
 
-def _trial(*, rows: int, tokens: int, context: int = 0) -> StepInput:
+def _trial(*, rows: int, tokens: int, context: int = 0) -> tuple[StepInput, Sampling]:
     """A greedy step of `rows` rows with `tokens` new tokens each; all rows end at `context` if that is more. Rows have pages of their own."""
     context = max(context, tokens)
     pages = -(-context // PAGE_SIZE)
-    return StepInput(
+    step = StepInput(
         token_ids=np.zeros(rows * tokens, np.int32),
         positions=np.tile(np.arange(context - tokens, context, dtype=np.int32), rows),
         row_starts=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens),
         context_lens=np.full(rows, context, np.int32),
         page_tables=np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
         sample=np.ones(rows, np.bool_),
-        temperature=np.zeros(rows, np.float32),
-        top_p=np.ones(rows, np.float32),
-        seed=np.zeros(rows, np.uint64),
+        slots=np.arange(rows, dtype=np.int32),
     )
+    return step, greedy(rows)

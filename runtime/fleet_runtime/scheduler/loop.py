@@ -73,7 +73,7 @@ class Scheduler:
         self._expire()
         rows = self._choose()
         if rows:
-            output = self.executor.step(build_step(rows))
+            output = self.executor.step(*build_step(rows))
             self._process(rows, output)
         self.book.flush()
         if self._flags.debug_checks:

@@ -14,7 +14,7 @@ from fleet_runtime.engine.factory import make_executor
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.simulated_tokenizer import SIMULATED_VOCAB_SIZE
-from fleet_testing.tiny_llama import Row, make_batch
+from fleet_testing.tiny_llama import Row, make_step
 
 
 def launch(**values: Any) -> RuntimeLaunch:
@@ -36,7 +36,7 @@ def test_a_torch_executor_is_loaded_warm_and_reports_its_progress(tiny: Path) ->
     assert executor.profile.prefill_tokens_per_s > 0
     percents = [p for p, _ in said]
     assert percents == sorted(percents) and percents[-1] == 100 and 0 <= percents[0] < 50
-    assert not executor.step(make_batch([Row([1, 2, 3], [0])])).failed.any()
+    assert not executor.step(*make_step([Row([1, 2, 3], [0])])).failed.any()
 
 
 def test_dtype_is_that_of_weights_and_pages(tiny: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,32 +14,13 @@ from hypothesis import strategies as st
 
 from fleet_runtime.engine.paged_attention import decode_groups
 from fleet_runtime.engine.torch_executor import TorchExecutor, profile_of
+from fleet_testing.executors import pages_for, random_ids, run, scrambled
 from fleet_testing.oracle import oracle_logits
-from fleet_testing.tiny_llama import Row, make_batch, make_llama
+from fleet_testing.tiny_llama import Row, make_batch, make_llama, make_step
 
 Make = Callable[..., TorchExecutor]
 # Logits of the tiny models are around 10; float32 sums in another order differ by about 1e-5 of that.
 CLOSE = 2e-4
-
-
-def random_ids(n: int, seed: int = 0) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, 300, n)]
-
-
-def scrambled(n: int, seed: int = 0, num_pages: int = 64) -> list[int]:
-    return [int(p) for p in np.random.default_rng(seed).permutation(num_pages)[:n]]
-
-
-def pages_for(tokens: int) -> int:
-    return -(-tokens // 16)
-
-
-def run(executor: TorchExecutor, ids: list[int], pages: list[int], cuts: list[int]) -> dict[int, np.ndarray[Any, Any]]:
-    """Feeds a text in chunks that end at `cuts`; logits after each chunk, by position."""
-    out = {}
-    for start, end in zip([0, *cuts], cuts, strict=False):
-        out[end - 1] = executor.logits(make_batch([Row(ids, pages, start, end)]))[0]
-    return out
 
 
 def test_every_position_has_the_logits_of_transformers(tmp_path: Path, shape: dict[str, object], make_executor_of: Make) -> None:
@@ -142,10 +122,10 @@ def test_a_poisoned_page_fails_its_row_and_no_other(tiny: Path, make_executor_of
     rows = [Row(random_ids(40, i), [4 * i, 4 * i + 1, 4 * i + 2]) for i in range(4)]
     executor.logits(make_batch([Row(r.ids, r.pages, 0, 39) for r in rows]))
     next_rows = [Row(r.ids, r.pages, 39, temperature=t) for r, t in zip(rows, [0.0, 0.0, 1.0, 1.0], strict=True)]
-    good = executor.step(make_batch(next_rows))
+    good = executor.step(*make_step(next_rows))
     assert not good.failed.any()
     executor.poison([1 * 4 + 1, 2 * 4 + 1])
-    bad = executor.step(make_batch(next_rows))
+    bad = executor.step(*make_step(next_rows))
     assert bad.failed.tolist() == [False, True, True, False]
     assert bad.tokens[[0, 3]].tolist() == good.tokens[[0, 3]].tolist()
 
@@ -153,7 +133,7 @@ def test_a_poisoned_page_fails_its_row_and_no_other(tiny: Path, make_executor_of
 def test_a_page_freed_with_nan_is_clean_for_its_next_owner(tiny: Path, make_executor_of: Make) -> None:
     executor = make_executor_of(tiny)
     executor.poison(range(64))
-    out = executor.step(make_batch([Row(random_ids(5), [7])]))
+    out = executor.step(*make_step([Row(random_ids(5), [7])]))
     assert not out.failed.any()
 
 
@@ -161,25 +141,25 @@ def test_a_page_freed_with_nan_is_clean_for_its_next_owner(tiny: Path, make_exec
 def test_an_id_outside_the_vocabulary_fails_its_row_and_what_follows_it_only(tiny: Path, make_executor_of: Make, unknown: int) -> None:
     executor, good = make_executor_of(tiny), random_ids(20)
     bad = [*good[:10], unknown, *good[11:]]
-    out = executor.step(make_batch([Row(good, [0, 1]), Row(bad, [2, 3])]))
+    out = executor.step(*make_step([Row(good, [0, 1]), Row(bad, [2, 3])]))
     assert out.failed.tolist() == [False, True] and out.tokens[0] == int(oracle_logits(tiny, good)[-1].argmax())
-    assert executor.step(make_batch([Row([*bad, 5], [2, 3], 20)])).failed.tolist() == [True]
+    assert executor.step(*make_step([Row([*bad, 5], [2, 3], 20)])).failed.tolist() == [True]
 
 
 def test_rows_that_are_not_sampled_get_no_token(tiny: Path, make_executor_of: Make) -> None:
     executor, ids = make_executor_of(tiny), random_ids(30)
-    out = executor.step(make_batch([Row(ids, [0, 1], sample=False), Row(ids, [2, 3])]))
+    out = executor.step(*make_step([Row(ids, [0, 1], sample=False), Row(ids, [2, 3])]))
     assert out.tokens[0] == 0 and out.tokens[1] == int(oracle_logits(tiny, ids)[-1].argmax())
-    assert executor.step(make_batch([Row(ids, [0, 1], sample=False)])).failed.tolist() == [False]
+    assert executor.step(*make_step([Row(ids, [0, 1], sample=False)])).failed.tolist() == [False]
 
 
 def test_a_chunk_that_reads_or_writes_something_not_finite_fails_though_it_is_not_sampled(tiny: Path, make_executor_of: Make) -> None:
     executor, ids = make_executor_of(tiny), random_ids(48)
     executor.poison([0])
     bad, good = Row(ids, [0, 1, 2], 16, 32, sample=False), Row(ids, [3, 4, 5], 0, 32, sample=False)
-    assert executor.step(make_batch([bad, good])).failed.tolist() == [True, False]
+    assert executor.step(*make_step([bad, good])).failed.tolist() == [True, False]
     unknown = [*ids[:7], -1, *ids[8:]]  # in the middle of the chunk
-    assert executor.step(make_batch([Row(unknown, [6, 7], 0, 32, sample=False)])).failed.tolist() == [True]
+    assert executor.step(*make_step([Row(unknown, [6, 7], 0, 32, sample=False)])).failed.tolist() == [True]
 
 
 def test_greedy_answers_in_a_batch_are_those_of_rows_alone(tiny: Path, make_executor_of: Make) -> None:
@@ -190,7 +170,7 @@ def test_greedy_answers_in_a_batch_are_those_of_rows_alone(tiny: Path, make_exec
     done = [0] * 8
     for step in range(24):
         live = range(min(8, step + 1))
-        out = executor.step(make_batch([Row(texts[i], pages[i], done[i]) for i in live]))
+        out = executor.step(*make_step([Row(texts[i], pages[i], done[i]) for i in live]))
         for i in live:
             done[i] = len(texts[i])
             texts[i].append(int(out.tokens[i]))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_runtime import messages as m
-from fleet_runtime.engine.base import StepInput, StepOutput
+from fleet_runtime.engine.base import Sampling, StepInput, StepOutput, greedy
 from fleet_runtime.engine.simulated import SimulatedExecutor
 from fleet_runtime.scheduler.request import State
 from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, rid_of
@@ -178,8 +178,8 @@ def test_legs_are_refused_by_a_worker_without_that_role() -> None:
 class _Faulty(SimulatedExecutor):
     """Says that rows whose first token is 13 are not finite."""
 
-    def step(self, batch: StepInput) -> StepOutput:
-        output = super().step(batch)
+    def step(self, batch: StepInput, sampling: Sampling) -> StepOutput:
+        output = super().step(batch, sampling)
         starts = batch.row_starts[:-1]
         output.failed[:] = batch.token_ids[starts] == 13
         return output
@@ -239,10 +239,9 @@ def test_a_read_of_a_freed_page_shows() -> None:
     one = np.ones(1, dtype=np.int32)
     step = StepInput(
         token_ids=one, positions=17 * one, row_starts=np.array([0, 1], dtype=np.int32), context_lens=18 * one,
-        page_tables=np.array([[2, 3]], dtype=np.int32), sample=np.ones(1, dtype=np.bool_), temperature=np.zeros(1, dtype=np.float32),
-        top_p=np.ones(1, dtype=np.float32), seed=np.zeros(1, dtype=np.uint64),
+        page_tables=np.array([[2, 3]], dtype=np.int32), sample=np.ones(1, dtype=np.bool_), slots=np.zeros(1, dtype=np.int32),
     )  # fmt: skip
-    assert executor.step(step).failed[0]
+    assert executor.step(step, greedy(1)).failed[0]
 
 
 def test_decode_never_pauses_longer_than_the_bound_under_a_flood_of_prompts() -> None:
