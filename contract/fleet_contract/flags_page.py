@@ -13,8 +13,8 @@ from fleet_contract.launch import USER_FLAGS, RuntimeLaunch, flag_name
 PAGE: Final = Path(__file__).parents[2] / "docs" / "flags.md"
 _HEAD: Final = """# Flags of `radixfleet-runtime`
 
-Made by `python -m fleet_contract.flags_page`. In an InferenceService the flags marked *args* are set by `spec.engine.args` (without the dashes, values
-are strings); the others follow from the rest of the spec. `radixfleet serve` takes any of them by `--set name=value`.
+Made by `python -m fleet_contract.flags_page`. In an InferenceService the flags marked *args* are set by `spec.engine.args` (without the dashes,
+values are strings); the others follow from the rest of the spec. `radixfleet serve` takes any of them by `--set name=value`.
 
 | flag | what it does | allowed | default | who sets it |
 |---|---|---|---|---|

@@ -14,7 +14,6 @@ from typing import Any, Final
 CHAT_FIELDS: Final = ("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 # What a template sees of a message; more that a client sends is left out. `reasoning` is another name of `reasoning_content`.
 _MESSAGE_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-_PLAIN: Final = frozenset(("role", "content"))
 # Variables of a template that `chat_template_kwargs` may not set: they are ours, or have options of their own.
 RESERVED_VARIABLES: Final = frozenset((
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
@@ -71,14 +70,14 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 def _message(message: Any, index: int) -> Mapping[str, Any]:
     """Text content, no nulls, calls' arguments as objects."""
+    if type(message) is dict and len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str:
+        return message  # most are so
     path = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise PromptError(f"{path} is no object", path)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise PromptError(f"{path}.role is no text", f"{path}.role")
-    if isinstance(content, str) and message.keys() == _PLAIN:
-        return message
     out = {k: v for k in _MESSAGE_FIELDS if (v := message.get(k)) is not None}
     if "reasoning_content" not in out and isinstance(reasoning := message.get("reasoning"), str):
         out["reasoning_content"] = reasoning

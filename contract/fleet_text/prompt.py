@@ -97,7 +97,9 @@ class PromptEncoder:
         if self.template is None or self._tool_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         template = self.template if chat.tools is None else self._tool_template
-        messages = chat.messages if self._knows_developer else [_as_system(m) for m in chat.messages]
+        messages = chat.messages
+        if not self._knows_developer and any(m["role"] == "developer" for m in messages):
+            messages = [_as_system(m) for m in messages]
         mark = ""
         if chat.continued is not None:
             mark = f"\ue000{secrets.token_hex(8)}\ue000"  # nobody can have it in a message

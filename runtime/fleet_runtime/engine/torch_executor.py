@@ -108,7 +108,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _logits_of(self, last: torch.Tensor, rows: npt.NDArray[np.intp]) -> F32:
-        out: F32 = self._model.logits(last[torch.from_numpy(rows)]).numpy()
+        out: F32 = self._model.logits(self._model.normed(last[torch.from_numpy(rows)])).numpy()
         return out
 
     def read_page(self, page: int) -> bytes:

@@ -24,6 +24,7 @@ from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.engine.base import Executor
 from fleet_runtime.engine.factory import make_executor
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
+from fleet_runtime.events.publisher import EventPublisher, Stream
 from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING, Board
 from fleet_runtime.scheduler.load import LoadPublisher, LoadReporter
 from fleet_runtime.scheduler.loop import Scheduler
@@ -55,6 +56,7 @@ class SchedulerProcess:
         self._transfer = self._make_transfer(executor)
         self._mail = Mail(self._context, config.run_dir, incarnation, self._transfer.wake_fd)
         self._scheduler = Scheduler(self._flags, executor, self._mail, clock=time.monotonic, transfer=self._transfer)
+        self._events = self._make_events()
         self._reporter = LoadReporter(self._scheduler, incarnation=incarnation, clock=time.monotonic)
         self._info = self._describe(executor)
 
@@ -112,6 +114,18 @@ class SchedulerProcess:
         transfer.start()
         return transfer
 
+    def _make_events(self) -> EventPublisher:
+        stream = Stream(
+            host=self._flags.internal_host,
+            events_port=self._flags.events_port,
+            replay_port=self._flags.replay_port,
+            pod_uid=self._config.identity.pod_uid,
+            model_revision=self._config.model_revision,
+            incarnation=self._incarnation,
+            replay_batches=self._flags.replay_batches,
+        )
+        return EventPublisher(self._context, stream, self._scheduler.book.memory.tree)
+
     def _describe(self, executor: Executor) -> m.SchedulerInfo:
         return m.SchedulerInfo(
             kv_capacity_tokens=executor.layout.num_pages * executor.layout.page_size,
@@ -119,6 +133,8 @@ class SchedulerProcess:
             bootstrap_port=self._transfer.bootstrap_port,
             transfer_port=self._transfer.transfer_port,
             load_port=self._publisher.port,
+            events_port=self._events.events_port,
+            replay_port=self._events.replay_port,
             transfer_backends=["tcp"],
             profile=executor.profile,
         )
@@ -156,7 +172,8 @@ class SchedulerProcess:
                 pass  # Peers: the mail has taken it in
 
     def _publish(self) -> None:
-        """Heartbeat and load report, once per loop."""
+        """KV events, heartbeat and load report, once per loop."""
+        self._events.publish()
         scheduler = self._scheduler
         totals = scheduler.book.totals
         open_requests = len(scheduler.book.requests)
@@ -171,6 +188,7 @@ class SchedulerProcess:
         self._transfer.close()
         self._mail.close()
         self._publisher.close()
+        self._events.close()
         self._context.term()
 
 

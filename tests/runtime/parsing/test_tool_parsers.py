@@ -79,10 +79,12 @@ EXAMPLES = [
     ("llama3", f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {W}}}', None, [("f", W, True)]),
     ("llama3", f' {{"name":"f","parameters":{{}}}} ; {{"name":"get_time","arguments":{W}}}', None, [("f", "{}", True), ("get_time", W, True)]),
     ("llama3", 'Hm. <|python_tag|>{"name":"f","parameters":{}}', "Hm. ", [("f", "{}", True)]),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {W}}}, {{"name": "get_time", "arguments": {{}}}}]', None, [("f", W, True), ("get_time", "{}", True)]),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {W}}}, {{"name": "get_time", "arguments": {{}}}}]',
+     None, [("f", W, True), ("get_time", "{}", True)]),
     ("mistral", f'[TOOL_CALLS]f[ARGS]{W}[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{{}}', None, [("f", W, True), ("get_time", "{}", True)]),
     ("mistral", "Ok[TOOL_CALLS]f{}, then", "Ok, then", [("f", "{}", True)]),
-    ("qwen_coder", "<tool_call>\n<function=f>\n<parameter=s>\na \"b\"\n\n</x\n</parameter>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
+    ("qwen_coder", "<tool_call>\n<function=f>\n<parameter=s>" +
+     "\na \"b\"\n\n</x\n</parameter>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
      None, [("f", '{"s": "a \\"b\\"\\n\\n</x", "n": 5}', True)]),
     ("qwen_coder", "<function=f></function>\nDone", "\nDone", [("f", "{}", True)]),
     ("required", f'[{{"name": "f", "parameters": {W}}}, {{"name":"get_time","parameters":{{}}}}]', None, [("f", W, True), ("get_time", "{}", True)]),
@@ -121,8 +123,10 @@ def test_a_cut_answer_says_the_same_for_every_split_and_never_calls_a_part_compl
 
 
 PIECES = st.sampled_from([
-    "<tool_call>", "</tool_call>", "<tool", "\n", " ", '{"name": "f", "arguments": {"a": "', '"}}', "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "f", "get_", "get_weather", '"', "\\", "{", "}", "[", "]", ",", ";", ":", '{"name":', '"f"', '"g"', '"arguments":', '"parameters":', '{"a":1}', "null", "12",
+    "<tool_call>", "</tool_call>", "<tool", "\n", " ", '{"name": "f", "arguments": {"a": "', '"}}', "<|python_tag|>", "[TOOL_CALLS]",
+    "[ARGS]", "[CALL_ID]",
+    "f", "get_", "get_weather", '"', "\\", "{", "}", "[", "]", ",", ";", ":", '{"name":', '"f"', '"g"', '"arguments":', '"parameters":',
+    '{"a":1}', "null", "12",
     "<function=", "f>", "</function>", "<parameter=", "s>", "n>", "</parameter>", "<think>", "</think>", "é😀", "x",
 ])  # fmt: skip
 NOISE = st.lists(PIECES, max_size=16).map("".join)
@@ -254,8 +258,10 @@ def test_text_that_resembles_markup_is_held_no_longer_than_it_does(format: str, 
     ("key", "written", "read"),
     [
         ("n", "5", 5), ("n", " 5 ", 5), ("n", "five", "five"), ("n", "5.5", "5.5"), ("x", "1", 1), ("x", "1.5e3", 1500.0), ("b", "true", True),
-        ("b", "True", True), ("b", "no", "no"), ("n", "null", None), ("s", "5", "5"), ("s", "null", "null"), ("s", "", ""), ("s", "\n", ""), ("s", "\na\n", "\na\n"),
-        ("o", '{"a": [1]}', {"a": [1]}), ("o", "{'a'}", "{'a'}"), ("maybe", "null", None), ("maybe", "x", "x"), ("maybe", "5", "5"), ("either", "5", 5),
+        ("b", "True", True), ("b", "no", "no"), ("n", "null", None), ("s", "5", "5"), ("s", "null", "null"), ("s", "", ""),
+        ("s", "\n", ""), ("s", "\na\n", "\na\n"),
+        ("o", '{"a": [1]}', {"a": [1]}), ("o", "{'a'}", "{'a'}"), ("maybe", "null", None), ("maybe", "x", "x"), ("maybe", "5", "5"),
+        ("either", "5", 5),
         ("either", '"5"', '"5"'), ("pick", "2", 2), ("unheard", "2", "2"),
     ],
 )  # fmt: skip
@@ -338,8 +344,8 @@ def test_a_finished_parser_says_nothing_twice() -> None:
 
 
 def test_ids_are_like_openais_and_like_mistrals() -> None:
-    for format, text, size in (("hermes", EXAMPLES[0][1], 29), ("mistral", EXAMPLES[11][1], 9)):
-        p, c = output_parser(OutputFormat(format), ASKED), Collected()
+    for known, text, size in (("hermes", EXAMPLES[0][1], 29), ("mistral", EXAMPLES[11][1], 9)):
+        p, c = output_parser(OutputFormat(known), ASKED), Collected()
         c.add(events_of(p, [text]))
         assert {len(call.id) for call in c.calls} == {size} and len({call.id for call in c.calls}) == len(c.calls)
     c = Collected()

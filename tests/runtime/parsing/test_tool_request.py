@@ -8,6 +8,13 @@ from fleet_contract.errors import ApiError
 from fleet_runtime.server.parsing.tools import Tool, forced_schema, tool_request
 
 
+def nested(depth: int) -> Any:
+    schema: Any = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
@@ -39,6 +46,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ({"tools": [tool(parameters={"properties": []})]}, "tools[0].function.parameters.properties"),
         ({"tools": [tool(parameters={"properties": {"a": 5}})]}, "tools[0].function.parameters.properties.a"),
         ({"tools": [tool(parameters={"required": "a"})]}, "tools[0].function.parameters.required"),
+        ({"tools": [tool(parameters={"properties": {"a": nested(900)}})]}, "tools[0].function.parameters"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": "any", "tools": [tool()]}, "tool_choice"),

@@ -110,7 +110,16 @@ class Inbox:
 
 def flags_of(pages: int = 64, **fields: object) -> RuntimeLaunch:
     """Flags of a simulated worker with so many KV pages, all checks on, on loopback and free ports."""
-    ports = {"bootstrap_port": 0, "transfer_port": 0, "load_port": 0, "internal_host": "127.0.0.1", "data_port": 0, "internal_port": 0}
+    ports = {
+        "bootstrap_port": 0,
+        "transfer_port": 0,
+        "load_port": 0,
+        "events_port": 0,
+        "replay_port": 0,
+        "internal_host": "127.0.0.1",
+        "data_port": 0,
+        "internal_port": 0,
+    }
     given = {
         "model": "simulated://",
         "context_length": pages * 16,

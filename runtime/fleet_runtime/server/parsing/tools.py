@@ -15,6 +15,7 @@ from fleet_contract.errors import ApiError
 
 NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_TOOLS: Final = 256
+MAX_SCHEMA_DEPTH: Final = 100
 CHOICES: Final = ("none", "auto", "required")
 _NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 # Keywords whose value holds subschemas by name; whose value is data, not a schema. (JSON Schema 2020-12, and draft 7's `definitions`.)
@@ -154,6 +155,8 @@ def _check_parameters(schema: Any, path: str) -> None:
         raise _bad(path, schema, 'a JSON schema object is needed, such as {"type": "object", "properties": {...}}')
     if schema.get("type", "object") != "object":
         raise _bad(f"{path}.type", schema["type"], "only 'object' is allowed: arguments are an object")
+    if not _is_shallow(schema):
+        raise ApiError(400, f"{path} is nested deeper than {MAX_SCHEMA_DEPTH} levels; that is too deep", param=path)
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
         raise _bad(f"{path}.properties", properties, "an object of schemas by name is needed")
@@ -163,6 +166,16 @@ def _check_parameters(schema: Any, path: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(r, str) for r in required):
         raise _bad(f"{path}.required", required, "a list of names is needed")
+
+
+def _is_shallow(schema: Any) -> bool:
+    """Level by level, not by recursion."""
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item) if isinstance(child, (dict, list))]
+        if not level:
+            return True
+    return False
 
 
 def _choice(value: Any, tools: tuple[Tool, ...]) -> tuple[str, str]:
@@ -180,7 +193,9 @@ def _choice(value: Any, tools: tuple[Tool, ...]) -> tuple[str, str]:
         raise _bad("tool_choice", value, allowed)
     if name not in {t.name for t in tools}:
         there = ", ".join(t.name for t in tools[:20]) or "none"
-        raise ApiError(400, f"tool_choice names {name[:64]!r}, which is not among the tools; there is: {there}", param="tool_choice.function.name")
+        raise ApiError(
+            400, f"tool_choice.function.name is {name[:64]!r}, which is not among the tools; there is: {there}", param="tool_choice.function.name"
+        )
     return "named", name
 
 
