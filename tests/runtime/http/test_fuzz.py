@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from fleet_contract.openai import NEUTRAL_OPTIONS, NEUTRAL_VALUES
 from fleet_runtime.server.body import parse_json
 from fleet_runtime.server.generate import max_new_tokens
 from fleet_runtime.server.validate import chat_request, completion_request, embedding_request, stop_strings, tokenize_request
-from fleet_testing.runtime import Runtime
+from fleet_testing.runtime import HTTP, Runtime
 
 NAMES = (
     "model messages prompt stream stream_options max_tokens max_completion_tokens temperature top_p seed stop ignore_eos".split()
@@ -29,7 +28,7 @@ bodies = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), values, m
 likely = bodies.map(lambda b: {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "prompt": "x", **b})
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(body=bodies | likely)
 @pytest.mark.parametrize("check", [chat_request, completion_request, embedding_request, tokenize_request])
 def test_checks_accept_or_refuse_in_few_words(check: Any, body: dict[str, Any]) -> None:
@@ -69,6 +68,6 @@ def test_what_may_be_made_always_fits(prompt: int, asked: int | None, default: i
 @given(body=likely, path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize"]))
 def test_the_server_answers_2xx_or_4xx(runtime: Runtime, body: dict[str, Any], path: str) -> None:
     options = {"max_tokens": 1} | body
-    answer = httpx.post(runtime.data + path, content=json.dumps(options).encode(), timeout=20)
+    answer = HTTP.post(runtime.data + path, content=json.dumps(options).encode(), timeout=20)
     assert answer.status_code < 500, answer.text
     assert answer.headers["x-request-id"]
