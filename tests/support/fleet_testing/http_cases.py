@@ -28,8 +28,9 @@ _PREFIX = "radixfleet_runtime_"
 
 
 def worker(folder: Path, *flags: str, fake: bool = False) -> Runtime:
-    """A worker of the cases: the real scheduler over the simulated executor, or the scripted one."""
-    return Runtime(folder, *FLAGS, *flags, fake=fake)
+    """A worker of the cases: the real scheduler over the simulated executor, or the scripted one (with room for tools in the prompt)."""
+    common = FLAGS if not fake else tuple("--context-length=4096" if f.startswith("--context-length") else f for f in FLAGS)
+    return Runtime(folder, *common, *flags, fake=fake)
 
 
 def raw(options: str, path: str = CHAT) -> bytes:
