@@ -14,6 +14,7 @@ from fleet_contract.openai import NEUTRAL_OPTIONS, NEUTRAL_VALUES
 from fleet_runtime.server.body import parse_json
 from fleet_runtime.server.generate import max_new_tokens
 from fleet_runtime.server.validate import chat_request, completion_request, embedding_request, stop_strings, tokenize_request
+from fleet_testing.fuzz import storm
 from fleet_testing.runtime import HTTP, Runtime
 
 NAMES = (
@@ -71,3 +72,29 @@ def test_the_server_answers_2xx_or_4xx(runtime: Runtime, body: dict[str, Any], p
     answer = HTTP.post(runtime.data + path, content=json.dumps(options).encode(), timeout=20)
     assert answer.status_code < 500, answer.text
     assert answer.headers["x-request-id"]
+
+
+def test_a_storm_of_broken_bodies_leaves_the_same_processes(runtime: Runtime) -> None:
+    """The long form is `make fuzz`."""
+    before = runtime.children()
+    statuses = storm(runtime, bodies=320, seed=4)
+    assert statuses[200] > 20 and statuses[400] > 100
+    assert all(child.is_running() for child in before)
+
+
+def test_the_published_document_names_every_option_and_no_other(runtime: Runtime) -> None:
+    document = HTTP.get(runtime.data + "/openapi.json").json()
+    assert document["openapi"] == "3.1.0" and "/worker" not in document["paths"]
+    assert "/worker" in HTTP.get(runtime.internal + "/openapi.json").json()["paths"]
+    for path, operations in document["paths"].items():
+        method = next(iter(operations))
+        answer = HTTP.request(method.upper(), runtime.data + path.replace("{name}", "ns/tiny"), content=b"{}" if method == "post" else None)
+        assert answer.status_code in (200, 400), (path, answer.text)
+    for name, path in (("ChatRequest", "/v1/chat/completions"), ("CompletionRequest", "/v1/completions"), ("EmbeddingRequest", "/v1/embeddings")):
+        schema = document["components"]["schemas"][name]
+        assert schema["additionalProperties"] is False and schema["properties"]["model"]["enum"] == ["tiny", "ns/tiny"]
+        good: dict[str, Any] = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+        for option in schema["properties"]:
+            if option not in good and option != "priority":
+                body = {k: v for k, v in good.items() if k in schema["properties"]} | ({"max_tokens": 1} if name != "EmbeddingRequest" else {})
+                assert HTTP.post(runtime.data + path, json={**body, option: None}).status_code == 200, option
