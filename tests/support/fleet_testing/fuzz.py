@@ -9,6 +9,7 @@ schemathesis from the worker's own `/openapi.json`, as good as the schema says a
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import subprocess
@@ -79,15 +80,15 @@ def _change(body: Any, rng: random.Random) -> None:
     where, key = rng.choice(places) if places else (body, "x")
     kind = rng.random()
     if kind < 0.5:
-        where[key] = rng.choice(_NASTY)
+        where[key] = copy.deepcopy(rng.choice(_NASTY))
     elif kind < 0.65:
         del where[key]
     elif kind < 0.75:
         where[key] = [where[key]] if rng.random() < 0.5 else {"a": where[key]}
     elif kind < 0.9:
-        body[rng.choice(_NAMES)] = rng.choice(_NASTY)
+        body[rng.choice(_NAMES)] = copy.deepcopy(rng.choice(_NASTY))
     else:
-        deep: Any = rng.choice(_NASTY)
+        deep: Any = copy.deepcopy(rng.choice(_NASTY))
         for _ in range(rng.choice((3, 30, 300))):
             deep = [deep] if rng.random() < 0.5 else {"properties": deep}
         where[key] = deep
