@@ -212,10 +212,10 @@ def test_a_long_prompt_does_not_hold_up_probes(runtime: Runtime) -> None:
     thread.join()
 
 
-def test_all_metrics_have_help_and_are_fewer_than_30(runtime: Runtime) -> None:
+def test_all_metrics_have_help_and_are_fewer_than_60(runtime: Runtime) -> None:
     text = HTTP.get(runtime.data + "/metrics").text
     helped = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
-    assert len(helped) == len(set(helped)) < 30
+    assert len(helped) == len(set(helped)) < 60
     names = {line.split("{")[0].split()[0] for line in text.splitlines() if not line.startswith("#")}
     assert {n for n in names if not any(n == h or n.startswith(h) for h in helped)} == set()
 
