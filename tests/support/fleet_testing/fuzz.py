@@ -129,14 +129,14 @@ def storm(runtime: Runtime, bodies: int, seed: int) -> Counter[int]:
         return sum(pool.map(some, range(4)), Counter[int]())
 
 
-def schemathesis(runtime: Runtime, bodies: int, seed: int) -> int:
-    """Runs schemathesis against the document that the worker publishes; its exit code."""
+def schemathesis(runtime: Runtime, folder: str, bodies: int, seed: int) -> int:
+    """Runs schemathesis against the document that the worker publishes; its exit code. Args: folder: where it leaves its cache."""
     examples = max(1, bodies // len(SEEDS))
     program = str(Path(sys.executable).with_name("schemathesis"))
     checks = "not_a_server_error,negative_data_rejection,status_code_conformance,content_type_conformance,response_schema_conformance"
     command = [program, "run", f"{runtime.data}/openapi.json", "--checks", checks, "--include-method", "POST", "--continue-on-failure"]
     command += ["--max-examples", str(examples), "--seed", str(seed), "--phases", "fuzzing", "--workers", "2", "--mode", "all", "--no-color"]
-    return subprocess.run([*command, "--suppress-health-check", "all", "--request-timeout", "60"], check=False).returncode
+    return subprocess.run([*command, "--suppress-health-check", "all", "--request-timeout", "60"], cwd=folder, check=False).returncode
 
 
 def main() -> int:
@@ -152,7 +152,7 @@ def main() -> int:
         before = runtime.children()
         statuses = storm(runtime, options.bodies, options.seed)
         print("our own bodies, by status:", dict(sorted(statuses.items())), flush=True)
-        failed = schemathesis(runtime, options.bodies, options.seed)
+        failed = schemathesis(runtime, folder, options.bodies, options.seed)
         wait_for(lambda: is_idle(runtime), "nothing is in flight")
         same = all(child.is_running() for child in before)
         print("the same processes live" if same else "A PROCESS WAS RESTARTED")

@@ -80,13 +80,15 @@ def text_of(streamed: list[dict[str, Any]], index: int = 0) -> str:
 
 @contextlib.contextmanager
 def alive(runtime: Runtime) -> Iterator[None]:
-    """ALIVE: afterwards the same processes answer, nothing is in flight, and no page is held but the prefix cache's."""
+    """ALIVE: afterwards the same processes answer, nothing is in flight, no page is held but the prefix cache's, and none after a flush."""
     before = runtime.children()
     yield
     answer = HTTP.post(runtime.data + CHAT, content=body(), timeout=10)
     assert answer.status_code == 200, answer.text
     assert all(child.is_running() for child in before), "a process was restarted"
     wait_for(lambda: is_idle(runtime), "nothing is in flight")
+    assert HTTP.post(runtime.internal + "/flush_cache", json={"wait_s": 5}).status_code == 200
+    wait_for(lambda: runtime.metrics()[_PREFIX + "pages_tree"] == 0, "the flushed cache holds nothing")
 
 
 def is_idle(runtime: Runtime) -> bool:
