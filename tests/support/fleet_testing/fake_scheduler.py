@@ -122,7 +122,8 @@ class FakeScheduler:
             self.peers.update({m.HTTP: message.http, m.DETOKENIZER: message.detokenizer})
             early, self.early = self.early, []
             for admit in early:
-                self.handle(admit)
+                if admit.sender == message.http:
+                    self.admit(admit)
         elif isinstance(message, m.PeerDied):
             self.rows.clear()
         elif isinstance(message, m.Admit) and message.sender == self.peers.get(m.HTTP):
