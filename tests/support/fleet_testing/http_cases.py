@@ -29,7 +29,8 @@ _PREFIX = "radixfleet_runtime_"
 
 def worker(folder: Path, *flags: str, fake: bool = False) -> Runtime:
     """A worker of the cases: the real scheduler over the simulated executor, or the scripted one (with room for tools in the prompt)."""
-    common = FLAGS if not fake else tuple("--context-length=4096" if f.startswith("--context-length") else f for f in FLAGS)
+    given = {f.split("=")[0] for f in flags if "name" not in f} | ({"--context-length"} if fake else set())
+    common = [f for f in FLAGS if f.split("=")[0] not in given] + (["--context-length=4096"] if fake else [])
     return Runtime(folder, *common, *flags, fake=fake)
 
 
