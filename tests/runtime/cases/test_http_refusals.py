@@ -34,7 +34,7 @@ def living(runtime: Runtime) -> Iterator[None]:
 @pytest.mark.parametrize("path", [CHAT, COMP])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_over_the_context_is_refused_before_any_status_line(runtime: Runtime, path: str, stream: bool) -> None:
-    """Red with the context check taken out of `generate.max_new_tokens`: the scheduler's pool then answers, or the stream begins."""
+    """Red with `generate.max_new_tokens` that returns what was asked for at once: the scheduler then fails, or the stream begins."""
     text = "x" * (CTX + 100)
     options: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
     error = refused(post(runtime, path, body(path, stream=stream, **options)), str(CTX))

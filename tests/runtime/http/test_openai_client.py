@@ -101,11 +101,8 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, choice: Any
     else:
         answer = client.chat.completions.create(**options).choices[0]
         assert answer.message.tool_calls is not None and answer.message.content is None
-        names, arguments, reason = (
-            [c.function.name for c in answer.message.tool_calls],
-            answer.message.tool_calls[0].function.arguments,
-            answer.finish_reason,
-        )
+        calls = answer.message.tool_calls
+        names, arguments, reason = [c.function.name for c in calls], calls[0].function.arguments, answer.finish_reason
     assert len(names) == 1 and reason == "tool_calls"
     made = json.loads(arguments)
     assert made.keys() == ({"name", "age"} if names[0] == "get_weather" else set())
