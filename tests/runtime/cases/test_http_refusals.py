@@ -6,14 +6,22 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import openai
 import pytest
 
+from fleet_contract.errors import ApiError
+from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
+from fleet_runtime.server.requests import encode_chat, read_inputs
 from fleet_testing.http_cases import CHAT, COMP, CTX, alive, body, post, raw, refused, worker
 from fleet_testing.runtime import HTTP, Runtime
+from fleet_text.prompt import PromptEncoder
+
+if TYPE_CHECKING:
+    from fleet_runtime.server.state import TextModel
 
 TEMPLATE = 29 - len("hi count:2") + len("hi")  # tokens around "hi" in the simulated chat template
 
@@ -157,8 +165,8 @@ BAD_GRAMMARS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("name", "options"), BAD_GRAMMARS, ids=[name for name, _ in BAD_GRAMMARS])
 def test_a_grammar_that_cannot_be_used_is_refused_before_generation(runtime: Runtime, name: str, options: dict[str, Any], stream: bool) -> None:
-    """Red with `_checked` of `grammars` returning at once: 200 and free text."""
-    refused(post(runtime, CHAT, body(stream=stream, **options)))
+    """Red with `_checked` of `grammars` returning at once: the scheduler refuses most of them too, but cannot name the option."""
+    assert refused(post(runtime, CHAT, body(stream=stream, **options)))["param"]
 
 
 @pytest.mark.case("C59")
@@ -184,7 +192,8 @@ def test_others_in_the_batch_go_on_beside_bad_grammars(runtime: Runtime) -> None
     ],
 )  # fmt: skip
 def test_messages_that_are_none_are_refused_by_name(runtime: Runtime, messages: str | None, param: str) -> None:
-    """Red without `min_length=1` of messages: the empty list reaches the template."""
+    """Red with `role: StrictStr` in Message: a role that the template does not know is rendered. An empty list is refused twice, by the model and by
+    `chat_inputs`."""
     given = "" if messages is None else f',"messages":{messages}'
     refused(post(runtime, CHAT, ('{"model":"tiny"' + given + "}").encode()), param=param)
 
@@ -194,10 +203,37 @@ def test_messages_that_are_none_are_refused_by_name(runtime: Runtime, messages: 
     "roles", [["assistant"], ["system"], ["user", "user"], ["user", "system", "user"], ["assistant", "assistant"], ["developer", "user"], ["tool"]]
 )
 def test_odd_orders_of_roles_are_never_a_fault_of_ours(runtime: Runtime, roles: list[str]) -> None:
-    """The template decides: 200, or its own complaint. Red with `jinja2.TemplateError` taken out of `render_chat`'s except, and a template
-    that raises (see `test_the_templates_own_complaint_is_passed_on`)."""
+    """The template decides: 200, or its own complaint. This model's takes them all; the next test has one that does not."""
     answer = post(runtime, CHAT, body(messages=[{"role": r, "content": "Hello, I"} for r in roles]))
     assert answer.status_code == 200, answer.text
+
+
+STRICT = """{% if messages[0].role != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}
+{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}
+{{ messages[0].content.nosuch.deeper if messages[0].content == 'break' else 'fine' }}"""
+
+
+@pytest.mark.case("C62")
+@pytest.mark.parametrize(
+    ("messages", "word"),
+    [
+        ([("assistant", "x")], "begin with a user"),
+        ([("user", "x"), ("user", "y")], "roles must alternate"),
+        ([("user", "break")], "line 3"),
+        ([("user", "x"), ("assistant", "y")], ""),
+    ],
+)
+async def test_the_templates_own_complaint_is_passed_on(messages: list[tuple[str, str]], word: str) -> None:
+    """Red with `jinja2.TemplateError` taken out of `render_chat`'s except: a fault of ours, 500."""
+    encoder = PromptEncoder(simulated_tokenizer_files() | {"chat_template.jinja": STRICT.encode()})
+    inputs = read_inputs({"messages": [{"role": role, "content": content} for role, content in messages]})
+    text = cast("TextModel", SimpleNamespace(encoder=encoder))
+    if not word:
+        assert await encode_chat(text, inputs)
+        return
+    with pytest.raises(ApiError, match=word) as e:
+        await encode_chat(text, inputs)
+    assert (e.value.status, e.value.param) == (400, "messages")
 
 
 @pytest.mark.case("C64")
