@@ -156,4 +156,6 @@ def _text(item: m.Sampled, choice: _Choice, text: str, finish: str | None = None
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         stopped_by=stopped_by,
+        queued_s=item.queued_s,
+        prefill_s=item.prefill_s,
     )

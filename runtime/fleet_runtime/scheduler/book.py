@@ -210,6 +210,7 @@ class Book:
     def emit(self, request: Request, ids: list[int], finish: str | None, *, logprobs: list[TokenLogprob] | None = None, stop_id: int = -1) -> None:
         """Queues new tokens for the detokenizer; a finish ends the request."""
         admit, opened, prompt_logprobs = request.admit, None, None
+        queued_s = prefill_s = 0.0
         if not request.opened:
             request.opened = True
             tail = request.ids[max(0, request.prompt_tokens - PROMPT_TAIL) : request.prompt_tokens].tolist()
@@ -223,6 +224,7 @@ class Book:
                 spaces_between_special=admit.spaces_between_special,
             )
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+            queued_s, prefill_s = max(0.0, request.started - request.arrived), max(0.0, self.clock() - request.started)
         self._items.append(
             Sampled(
                 rid=admit.rid,
@@ -235,6 +237,8 @@ class Book:
                 logprobs=logprobs or [],
                 prompt_logprobs=prompt_logprobs,
                 stop_id=stop_id,
+                queued_s=queued_s,
+                prefill_s=prefill_s,
             )
         )
         if finish is not None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import Lease, pages_for
+from fleet_runtime.cache.radix import namespace_of
 from fleet_runtime.messages import Admit, TokenLogprob
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Request:
             prompt_tokens=len(prompt),
             seed=admit.seed,
             stop_ids=frozenset(admit.stop_ids),
-            namespace=msgspec.msgpack.encode([admit.lora, admit.salt]) if admit.lora or admit.salt else b"",
+            namespace=namespace_of(admit.lora, admit.salt),
             length=len(prompt),
             target=len(prompt),
             uncached_guess=len(prompt),

@@ -43,6 +43,7 @@ class ReqState:
     rid: str
     routed: RoutedHeaders
     started_at: float  # CLOCK_MONOTONIC
+    admitted_at: float = 0.0
     mailbox: list[Item] = field(default_factory=list)
     event: asyncio.Event = field(default_factory=asyncio.Event)
     open: set[int] = field(default_factory=set)  # admitted choices without a terminal message
@@ -99,6 +100,7 @@ class TokenizerManager:
         if error is not None:
             raise error
         state.admitted = True
+        state.admitted_at = self._clock()
         for choice in choices:
             state.open.add(choice.index)
             if not self._channel.send(m.SCHEDULER, choice):

@@ -38,6 +38,8 @@ class Metrics:
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # endpoint, status
     first_token: Histogram = field(default_factory=lambda: Histogram(_TTFT_BUCKETS))
+    queued: Histogram = field(default_factory=lambda: Histogram(_TTFT_BUCKETS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(_TTFT_BUCKETS))
     duration: Histogram = field(default_factory=lambda: Histogram(_REQUEST_BUCKETS))
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -60,6 +62,9 @@ class Metrics:
         single("http_open_requests", "gauge", "Generation requests between their headers and their end.", open_requests)
         ttft = f"{_PREFIX}time_to_first_token_seconds"
         family("time_to_first_token_seconds", "histogram", "From a request's headers to its first token.", self.first_token.lines(ttft))
+        queued, prefill = f"{_PREFIX}queued_seconds", f"{_PREFIX}prefill_seconds"
+        family("queued_seconds", "histogram", "From a request's arrival at the scheduler to its first step.", self.queued.lines(queued))
+        family("prefill_seconds", "histogram", "From a request's first step to its first token.", self.prefill.lines(prefill))
         took = f"{_PREFIX}request_seconds"
         family("request_seconds", "histogram", "From a request's headers to its end.", self.duration.lines(took))
         single("prompt_tokens_total", "counter", "Prompt tokens of answered requests.", self.prompt_tokens)

@@ -34,6 +34,7 @@ from fleet_runtime.server.access import ApiKeys, check_tls_flags, renew_tls, tls
 from fleet_runtime.server.app import create_app
 from fleet_runtime.server.guard import Guard, protocol_class
 from fleet_runtime.server.state import HttpState, load_text_model
+from fleet_runtime.server.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,10 @@ class HttpProcess:
         self._tls = check_tls_flags(flags)
         if flags.api_key_file:
             self.state.keys = ApiKeys(flags.api_key_file)
+        if flags.otlp_endpoint:
+            who = config.identity
+            service = f"{who.namespace}/{who.service}" if who.service else ""
+            self.state.traces = Traces(flags.otlp_endpoint, service=service, worker=who.pod_name or who.pod_uid)
 
     async def run(self) -> None:
         """Until SIGTERM. Raises StartError."""
@@ -96,6 +101,9 @@ class HttpProcess:
             server.should_exit = True
         await asyncio.wait(serving, timeout=_FLUSH_S)
         await self._flush()
+        if self.state.traces is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self.state.traces.close), _FLUSH_S)
 
     def _serve(self, fd: int, *, internal: bool) -> tuple[_Server, socket.socket]:
         config = uvicorn.Config(

@@ -24,6 +24,7 @@ from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
 from fleet_runtime.server.requests import Generation
 from fleet_runtime.server.state import HttpState
+from fleet_runtime.server.traces import Stages, carrier_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class AdmittedResponse(Response):
         self._state = state
         self._request = request
         self._first_at: float | None = None
+        self._queued_s = self._prefill_s = 0.0  # of its first choice
         self._started = False  # the status line is out
         self._gone = False
 
@@ -97,6 +99,10 @@ class AdmittedResponse(Response):
         if items and self._first_at is None:
             self._first_at = time.monotonic()
             self._state.metrics.first_token.observe(self._first_at - self._request.started_at)
+            if isinstance(first := items[0], m.Text):
+                self._queued_s, self._prefill_s = first.queued_s, first.prefill_s
+                self._state.metrics.queued.observe(first.queued_s)
+                self._state.metrics.prefill.observe(first.prefill_s)
         if not items and time.monotonic() >= self._until():
             raise self._timed_out()
         return items
@@ -135,11 +141,32 @@ class AdmittedResponse(Response):
 
     def _count(self, status: int, scope: Scope) -> None:
         metrics, usage = self._state.metrics, self._usage()
-        metrics.duration.observe(time.monotonic() - self._request.started_at)
+        stages = self._stages(status, usage, scope)
+        metrics.duration.observe(stages.ended - stages.started)
+        log.debug("request ended", extra=facts(rid=self._request.rid, **stages.facts()))
+        if self._state.traces is not None:
+            self._state.traces.record(stages, carrier_of(scope))
         metrics.prompt_tokens += usage.prompt
         metrics.completion_tokens += usage.completion
         if status == 499 or self._started:
             scope["state"]["counted_status"] = status
+
+    def _stages(self, status: int, usage: Usage, scope: Scope) -> Stages:
+        return Stages(
+            endpoint=scope["route"].path if "route" in scope else "other",
+            started=self._request.started_at,
+            admitted=self._request.admitted_at,
+            first_token=self._first_at or 0.0,
+            ended=time.monotonic(),
+            queued_s=self._queued_s,
+            prefill_s=self._prefill_s,
+            status=status,
+            request_id=scope["state"]["request_id"],
+            model=self._state.config.served_names[0],
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            completion_tokens=usage.completion,
+        )
 
 
 class GenerationResponse(AdmittedResponse):

@@ -24,6 +24,7 @@ from fleet_runtime.server.metrics import Metrics
 from fleet_runtime.server.parsing.reasoning import THINK
 from fleet_runtime.server.parsing.registry import OutputFormat, resolve
 from fleet_runtime.server.token_texts import TokenTexts
+from fleet_runtime.server.traces import Traces
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError, zip_files
 
 
@@ -67,6 +68,7 @@ class HttpState:
     guard: Guard
     metrics: Metrics = field(default_factory=Metrics)
     keys: ApiKeys | None = None  # of the data port
+    traces: Traces | None = None
     text: TextModel | None = None
     info: m.SchedulerInfo | None = None
     last_death: str = ""

@@ -7,9 +7,14 @@ and only when asked for. Attribute names: OpenTelemetry semantic conventions for
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import Any, Final
+
+from starlette.types import Scope
+
+from fleet_runtime.errors import StartError
 
 _MAX_QUEUE: Final = 4096  # finished spans that wait for the collector; more are dropped, requests never wait
 
@@ -43,12 +48,34 @@ class Stages:
         queue_at = max(self.admitted, prefill_at - self.queued_s)
         return [*out, ("queue", queue_at, prefill_at), ("prefill", prefill_at, self.first_token), ("decode", self.first_token, self.ended)]
 
+    def facts(self) -> dict[str, object]:
+        """For the log."""
+        seconds: dict[str, object] = {f"{name}_s": round(max(0.0, end - begin), 6) for name, begin, end in self.parts()}
+        return {
+            "endpoint": self.endpoint, "request_id": self.request_id, "status": self.status, "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens, "completion_tokens": self.completion_tokens, **seconds,
+        }  # fmt: skip
+
+
+def carrier_of(scope: Scope) -> dict[str, str]:
+    """The W3C trace context of an ASGI request's headers."""
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in (b"traceparent", b"tracestate")}
+
+
+def check_endpoint(endpoint: str) -> None:
+    """`--otlp-endpoint`. Raises StartError(BadFlag)."""
+    if not re.fullmatch(r"https?://[^/\s]+/?", endpoint):
+        raise StartError(
+            "BadFlag", f"--otlp-endpoint is {endpoint!r}; scheme://host:port of an OTLP/HTTP collector is needed, like http://127.0.0.1:4318"
+        )
+
 
 class Traces:
     """Exports spans in batches from a thread of its own."""
 
     def __init__(self, endpoint: str, *, service: str, worker: str) -> None:
-        """Args: endpoint: scheme://host:port of a collector. service, worker: names in the resource."""
+        """Args: endpoint: scheme://host:port of a collector. service, worker: names in the resource. Raises StartError(BadFlag)."""
+        check_endpoint(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

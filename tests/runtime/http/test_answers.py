@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from fleet_runtime.server import metrics_page
 from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -218,6 +219,12 @@ def test_all_metrics_have_help_and_are_fewer_than_60(runtime: Runtime) -> None:
     assert len(helped) == len(set(helped)) < 60
     names = {line.split("{")[0].split()[0] for line in text.splitlines() if not line.startswith("#")}
     assert {n for n in names if not any(n == h or n.startswith(h) for h in helped)} == set()
+
+
+def test_the_page_of_metrics_is_what_the_worker_says(runtime: Runtime) -> None:
+    assert metrics_page.PAGE.read_text() == metrics_page.page(), "run: python -m fleet_runtime.server.metrics_page"
+    said = {line.split()[2] for line in HTTP.get(runtime.data + "/metrics").text.splitlines() if line.startswith("# HELP")}
+    assert said == {line.split("`")[1] for line in metrics_page.page().splitlines() if line.startswith("| `")}
 
 
 def test_http_and_detokenizer_load_no_torch_and_no_transformers(runtime: Runtime) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
+from pathlib import Path
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from fleet_runtime.server.traces import Stages, Traces
+from fleet_runtime.errors import StartError
+from fleet_runtime.server.traces import Stages, Traces, check_endpoint
+from fleet_testing.runtime import Runtime
 
 
 class Collector:
@@ -87,6 +92,28 @@ def test_stages_that_did_not_happen_have_no_span_and_none_begins_before_the_one_
     parts = stages.parts()
     assert [name for name, _, _ in parts] == names
     assert all(begin <= end for _, begin, end in parts) and all(a[2] <= b[1] for a, b in pairwise(parts))
+
+
+@pytest.mark.processes
+def test_a_worker_sends_a_trace_of_each_request_and_counts_its_stages(collector: Collector, tmp_path: Path) -> None:
+    with Runtime(tmp_path, f"--otlp-endpoint={collector.url}", "--log-level=debug") as runtime:
+        runtime.wait_ready()
+        body = {"model": "simulated", "prompt": "hello", "max_tokens": 5}
+        headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "x-request-id": "my-id"}
+        assert httpx.post(f"{runtime.data}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+        metrics = runtime.metrics()
+        assert metrics["radixfleet_runtime_queued_seconds_count"] == metrics["radixfleet_runtime_prefill_seconds_count"] >= 1
+        assert runtime.stop() == 0  # what is finished is sent before the end
+        mine = {s.name for s in collector.spans if s.trace_id.hex() == "a" * 32}
+        assert mine == {"POST /v1/completions", "read", "queue", "prefill", "decode"}
+        ended = [json.loads(line) for line in runtime.text_of_log().splitlines() if '"request ended"' in line and "my-id" in line]
+        assert ended and ended[-1]["completion_tokens"] == 5 and {"read_s", "queue_s", "prefill_s", "decode_s"} <= ended[-1].keys()
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://c:4317", "http://c:4318/v1/traces"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(StartError, match="--otlp-endpoint"):
+        check_endpoint(endpoint)
 
 
 def test_a_collector_that_is_away_costs_no_request(collector: Collector) -> None:
