@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
+from typing import Final
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from fleet_contract.kv_events import EventBatch, encode_batch
 from fleet_runtime.cache import events
@@ -19,7 +20,6 @@ from fleet_testing.kv_reader import Shadow
 
 PAGE = 16
 EPOCH = 7
-Prefix = tuple[int, ...]
 
 
 def key(*letters: int) -> bytes:
@@ -37,63 +37,63 @@ def blocks_of(tree: RadixTree) -> dict[int, tuple[int | None, tuple[int, ...]]]:
     return out
 
 
-class StreamMachine(RuleBasedStateMachine):
+class Run:
     """A tree that changes at random, a scheduler that publishes now and then, and a sender that is fast or slow as it likes."""
 
-    eviction = "lru"
-    max_blocks = 1 << 16
-    spaces = st.sampled_from([namespace_of("", ""), namespace_of("adapter", ""), namespace_of("", "salt"), namespace_of("adapter", "salt")])
-    prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+    SPACES = (namespace_of("", ""), namespace_of("adapter", ""), namespace_of("", "salt"), namespace_of("adapter", "salt"))
+    WEIGHTS: Final = {"insert": 30, "match_and_lock": 8, "unlock": 8, "evict": 12, "publish": 25, "send": 14, "snapshot": 2, "clear": 1}
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int, eviction: str, max_blocks: int) -> None:
+        self.rng = random.Random(seed)
         self.now = 0.0
-        self.tree = RadixTree(self.eviction)
-        self.handover = Handover(self.tree, "model", max_blocks=self.max_blocks, clock=lambda: self.now)
+        self.tree = RadixTree(eviction)
+        self.handover = Handover(self.tree, "model", max_blocks=max_blocks, clock=lambda: self.now)
         self.shadow = Shadow()
         self.fresh = itertools.count()
         self.locked: list[Node] = []
 
-    def teardown(self) -> None:
+    def go(self, steps: int) -> Run:
+        for operation in self.rng.choices(list(self.WEIGHTS), list(self.WEIGHTS.values()), k=steps):
+            getattr(self, operation)()
         for _ in range(3):  # the scheduler's loop goes on, also when it is idle
-            self.handover.publish()
+            self.publish()
             self._drain()
+        self.tree.check_integrity()
         assert self.shadow.blocks == blocks_of(self.tree)
         self.handover.close()
+        return self
 
-    @rule(space=spaces, prefix=prefixes, priority=st.integers(0, 2))
-    def insert(self, space: bytes, prefix: Prefix, priority: int) -> None:
-        self.tree.insert(self.tree.root, 0, key(*prefix), [next(self.fresh) for _ in prefix], space, priority)
+    def _prefix(self) -> list[int]:
+        return [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 7))]
 
-    @rule(space=spaces, prefix=prefixes, cut=st.integers(0, 6))
-    def match_and_lock(self, space: bytes, prefix: Prefix, cut: int) -> None:
-        node, _ = self.tree.match(key(*prefix), min(cut, len(prefix)), space)  # splits
+    def insert(self) -> None:
+        prefix = self._prefix()
+        pages = [next(self.fresh) for _ in prefix]
+        self.tree.insert(self.tree.root, 0, key(*prefix), pages, self.rng.choice(self.SPACES), self.rng.randrange(3))
+
+    def match_and_lock(self) -> None:
+        prefix = self._prefix()
+        node, _ = self.tree.match(key(*prefix), self.rng.randrange(len(prefix) + 1), self.rng.choice(self.SPACES))  # splits
         self.tree.lock(node)
         self.locked.append(node)
 
-    @rule()
     def unlock(self) -> None:
         if self.locked:
-            self.tree.unlock(self.locked.pop())
+            self.tree.unlock(self.locked.pop(self.rng.randrange(len(self.locked))))
 
-    @rule(n=st.integers(1, 5))
-    def evict(self, n: int) -> None:
-        self.tree.evict(n)
+    def evict(self) -> None:
+        self.tree.evict(self.rng.randrange(1, 6))
 
-    @rule()
     def clear(self) -> None:
         self.tree.clear()
 
-    @rule()
     def publish(self) -> None:
         self.handover.publish()
 
-    @rule(n=st.integers(1, 3))
-    def send(self, n: int) -> None:
-        self._drain(n)
+    def send(self) -> None:
+        self._drain(self.rng.randrange(1, 6))
 
-    @rule()
-    def ask_for_a_snapshot(self) -> None:
+    def snapshot(self) -> None:
         self.now += 1
         self.handover.want_snapshot()
 
@@ -116,25 +116,21 @@ class StreamMachine(RuleBasedStateMachine):
         for batch in wire_batches(changes, EPOCH):  # type: ignore[arg-type]
             shadow.apply(encode_batch(EventBatch(0.0, batch)))
 
-    @invariant()
-    def the_tree_is_sound(self) -> None:
-        self.tree.check_integrity()
-
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_the_events_of_any_run_give_the_real_tree(eviction: str) -> None:
-    _run(eviction, max_blocks=1 << 16)
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        Run(seed, eviction, max_blocks=1 << 16).go(150)
+
+    check()
 
 
 def test_they_do_so_when_the_queue_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of three blocks, a queue of four: runs are cut, and the stream starts over again and again."""
+    """Messages of three blocks, a queue of eight: runs are cut, and the stream starts over again and again."""
     monkeypatch.setattr(events, "MAX_BATCH_BLOCKS", 3)
-    _run("lru", max_blocks=4)
-
-
-def _run(eviction: str, max_blocks: int) -> None:
-    machine = type("Machine", (StreamMachine,), {"eviction": eviction, "max_blocks": max_blocks})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True))
+    assert sum(Run(seed, "lru", max_blocks=8).go(150).handover.restarts for seed in range(40)) > 40
 
 
 def test_a_burst_past_the_bound_starts_the_stream_over_and_loses_nothing() -> None:
