@@ -40,10 +40,12 @@ def build_step(step: Sequence[StepRow], rows: Rows) -> StepInput:
         if row.prefill:
             prompt_logprobs = prompt_logprobs or request.prompt_logprobs is not None
             pooled = pooled or bool(request.admit.embed)
-        if end <= request.length:
-            token_ids += request.ids[begin:end].tolist()
-        else:
+        if end > request.length:
             token_ids.append(rows.relay(request))
+        elif row.count == 1:
+            token_ids.append(request.ids.item(begin))
+        else:
+            token_ids += request.ids[begin:end].tolist()
         positions += range(begin, end)
         starts.append(len(positions))
         context.append(end)

@@ -51,6 +51,9 @@ class Chooser:
             ride = decode_ride(self._limits, decode_rows=len(decoding), prefill_steps=self._prefill_steps)
             self._admit_waiting(prefill_budget(self._limits, ride))
         prefilling = [r for r in book.prefilling if r.prefill_left]
+        if not prefilling and len(decoding) <= self._limits.step_tokens:  # what most steps are; their pages are taken
+            self._prefill_steps = 0
+            return [(request, 1) for request in decoding]
         plan = plan_step(self._limits, [r.prefill_left for r in prefilling], [r.last_step for r in decoding], prefill_steps=self._prefill_steps)
         rows = [(prefilling[i], n) for i, n in plan.chunks] + [(decoding[i], 1) for i in plan.decode]
         for request, n in rows:

@@ -44,15 +44,16 @@ def heaviest_branch(waiting: Sequence[Request], memory: KvMemory) -> list[Reques
         return fcfs(waiting, memory)
     path = {r: _branch(r, _cached_pages(r, memory)) for r in waiting}
     weight = Counter(node for nodes in path.values() for node in nodes)
-    first: dict[int, float] = {}
-    for request, nodes in path.items():
-        first |= {node: min(request.arrived, first.get(node, request.arrived)) for node in nodes}
+    first: dict[int, int] = {}  # place in the queue of the first request of each branch
+    for place, nodes in enumerate(path.values()):
+        for node in nodes:
+            first.setdefault(node, place)
 
-    def place(request: Request) -> tuple[bool, list[tuple[int, float, int]], float]:
+    def rank(request: Request) -> tuple[bool, list[tuple[int, int]]]:
         # At each depth: heavier branches first, then older ones. Who ends at a node comes after those below it: their prefix is longer.
-        return (not request.retractions, [*((-weight[node], first[node], node) for node in path[request]), (1, 0.0, 0)], request.arrived)
+        return (not request.retractions, [*((-weight[node], first[node]) for node in path[request]), (1, 0)])
 
-    return sorted(waiting, key=place)
+    return sorted(waiting, key=rank)
 
 
 def _branch(request: Request, pages: int) -> list[int]:
