@@ -119,6 +119,36 @@ def test_a_client_that_leaves_gives_its_pages_back(worker: Runtime) -> None:
     assert serves(worker)
 
 
+@pytest.mark.case("C89")
+def test_probes_are_answered_in_time_under_long_prompts_and_large_bodies(tmp_path: Path) -> None:
+    """Every probe within the kubelet's limit of a second. Seen red with the texts tokenized on the event loop instead of in a thread."""
+    flags = ("--context-length=8192", f"--kv-cache-memory={64 << 20}", "--simulated-prefill-tokens-per-s=20000")
+    with Runtime(tmp_path, *flags) as runtime:
+        runtime.wait_ready()
+        late, stop = list[float](), threading.Event()
+
+        def probe() -> int:
+            asked = 0
+            with httpx.Client(timeout=30) as client:
+                while not stop.wait(0.05):
+                    for path in ("/livez", "/readyz"):
+                        begin = time.monotonic()
+                        status = client.get(runtime.internal + path).status_code
+                        took = time.monotonic() - begin
+                        late.extend([took] if took > 1.0 or status != 200 else [])
+                        asked += 1
+            return asked
+
+        with ThreadPoolExecutor(36) as pool:
+            probing = pool.submit(probe)
+            bodies = [chat(chr(97 + n % 26) * 8000, max_tokens=4) for n in range(30)] + [chat("word " * 400_000, max_tokens=4)] * 2
+            answers = list(pool.map(lambda body: httpx.post(runtime.data + CHAT, json=body, timeout=120).status_code, bodies))
+            stop.set()
+            assert answers == [200] * 30 + [400] * 2  # the large ones are over the context
+            assert probing.result() > 10 and not late, late
+
+
+@pytest.mark.case("C86")
 @pytest.mark.parametrize("who", ["http", "detokenizer", "scheduler"])
 def test_a_killed_process_costs_an_error_and_the_worker_serves_again(worker: Runtime, who: str) -> None:
     scheduler, victim = worker.child("scheduler"), worker.child(who)
