@@ -1,0 +1,128 @@
+// Matrix products with weights that were packed once.
+//
+// A matrix of n outputs and k inputs lies in panels of 32 outputs, so that one load gives one pair (bfloat16) or quad (int8) of inputs for 16 outputs:
+//   bfloat16  [n / 32][k / 2][32][2]        int8  [n / 32][k / 4][32][4], a scale per output
+// A register tile is up to kMaxRows rows by 32 outputs; each output of a row is one chain of sums over k from first to last. So a result does
+// not depend on how many rows are computed together.
+#pragma once
+#include "rows.h"
+
+namespace rf {
+
+constexpr int kPanel = 32;
+constexpr int kGroup = 64;  // inputs that share one activation scale (int8)
+
+struct Matrix {
+  int n = 0, k = 0;            // as in the checkpoint
+  int panels = 0, kp = 0;      // padded: panels * 32 outputs, kp inputs
+  bool int8 = false;
+  uint8_t* data = nullptr;     // packed
+  float* scale = nullptr;      // [panels * 32], int8 only
+  int32_t* correction = nullptr;  // [groups][panels * 32], int8 only: what vpdpbusd adds too much
+  float* bias = nullptr;       // [panels * 32] or none
+  size_t panel_bytes() const { return static_cast<size_t>(kp) * kPanel * (int8 ? 1 : 2); }
+  int groups() const { return (kp + kGroup - 1) / kGroup; }
+};
+
+// What a matrix is multiplied with: rows of Act, or of int8 with scales.
+struct Rows {
+  const Act* act = nullptr;
+  const int8_t* q = nullptr;
+  const float* scales = nullptr;  // [rows][groups]
+  size_t ld = 0;                  // numbers from row to row
+  int groups = 0;
+};
+
+using TileBf16 = void (*)(const bf16* w, size_t panel, const Act* x, size_t ld, int k, float* out);
+
+template <int M, int NB>
+void tile_bf16(const bf16* w, size_t panel, const Act* x, size_t ld, int k, float* out) {
+  V acc[M][NB * 2];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < NB * 2; c++) acc[m][c] = vzero();
+  for (int i = 0; i < k; i += 2) {
+    if constexpr (M == 1) {
+      Pair p = pair(x + i);
+      for (int c = 0; c < NB * 2; c++) acc[0][c] = dot2(acc[0][c], wload(w + static_cast<size_t>(c / 2) * panel + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 32), p);
+    } else {
+      for (int c = 0; c < NB * 2; c++) {
+        Weights v = wload(w + static_cast<size_t>(c / 2) * panel + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 32);
+        for (int m = 0; m < M; m++) acc[m][c] = dot2(acc[m][c], v, pair(x + static_cast<size_t>(m) * ld + i));
+      }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < NB * 2; c++) vstore(out + m * NB * 32 + c * 16, acc[m][c]);
+}
+
+using TileInt8 = void (*)(const Matrix& w, int panel, const Rows& x, int row, float* out);
+
+template <int M, int NB>
+void tile_int8(const Matrix& w, int panel, const Rows& x, int row, float* out) {
+  V sum[M][NB * 2];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < NB * 2; c++) sum[m][c] = vzero();
+  const int8_t* data = reinterpret_cast<const int8_t*>(w.data) + static_cast<size_t>(panel) * w.panel_bytes();
+  const int8_t* q = x.q + static_cast<size_t>(row) * x.ld;
+  for (int g = 0; g < x.groups; g++) {
+    I acc[M][NB * 2];
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < NB * 2; c++) acc[m][c] = izero();
+    int end = (g + 1) * kGroup < w.kp ? (g + 1) * kGroup : w.kp;
+    for (int i = g * kGroup; i < end; i += 4) {
+      for (int m = 0; m < M; m++) {
+        Quad v = quad(q + static_cast<size_t>(m) * x.ld + i);
+        for (int c = 0; c < NB * 2; c++)
+          acc[m][c] = dot4(acc[m][c], data + static_cast<size_t>(c / 2) * w.panel_bytes() + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 64, v);
+      }
+    }
+    const int32_t* correction = w.correction + (static_cast<size_t>(g) * static_cast<size_t>(w.panels) + static_cast<size_t>(panel)) * 32;
+    for (int m = 0; m < M; m++) {
+      V s = vset(x.scales[static_cast<size_t>(row + m) * static_cast<size_t>(x.groups) + static_cast<size_t>(g)]);
+      for (int c = 0; c < NB * 2; c++) sum[m][c] = vfma(ifloat(acc[m][c], correction + c * 16), s, sum[m][c]);
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < NB * 2; c++) vstore(out + m * NB * 32 + c * 16, vmul(sum[m][c], vload(w.scale + static_cast<size_t>(panel) * 32 + c * 16)));
+}
+
+// By rows - 1; the wide ones take several panels at once for one row, whose chains alone would not fill the pipeline.
+struct Tiles {
+  TileBf16 bf16[kMaxRows];
+  TileInt8 int8[kMaxRows];
+  TileBf16 wide_bf16;  // one row
+  TileInt8 wide_int8;
+};
+constexpr int kWide = 2;  // panels at once
+extern const Tiles kTiles;
+
+// Computes panels [begin, end) for `rows` rows; `done(tile, rows, row, panel)` takes a tile [rows][32] of sums.
+template <class Done>
+void multiply(const Matrix& w, int begin, int end, const Rows& x, int rows, const Done& done) {
+  alignas(64) float tile[kMaxRows * 32 * kWide];
+  const bf16* data = reinterpret_cast<const bf16*>(w.data);
+  size_t stride = static_cast<size_t>(w.kp) * kPanel;
+  int p = begin;
+  if (rows == 1) {
+    for (; p + kWide <= end; p += kWide) {
+      if (w.int8)
+        kTiles.wide_int8(w, p, x, 0, tile);
+      else
+        kTiles.wide_bf16(data + static_cast<size_t>(p) * stride, stride, x.act, x.ld, w.kp, tile);
+      for (int b = 0; b < kWide; b++) done(tile + b * 32, 1, 0, p + b);
+    }
+  }
+  int tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (; p < end; p++) {
+    for (int t = 0; t < tiles; t++) {
+      int row = static_cast<int>(static_cast<int64_t>(rows) * t / tiles), count = static_cast<int>(static_cast<int64_t>(rows) * (t + 1) / tiles) - row;
+      if (w.int8)
+        kTiles.int8[count - 1](w, p, x, row, tile);
+      else
+        kTiles.bf16[count - 1](data + static_cast<size_t>(p) * stride, stride, x.act + static_cast<size_t>(row) * x.ld, x.ld, w.kp, tile);
+      done(tile, count, row, p);
+    }
+  }
+}
+
+}  // namespace rf
