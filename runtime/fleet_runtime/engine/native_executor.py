@@ -26,6 +26,7 @@ from fleet_runtime.engine.native.library import (
     BAD_PAGE,
     DTYPE_BF16,
     DTYPE_F32,
+    KINDS,
     NO_FORWARD,
     NO_MEMORY,
     OK,
@@ -95,6 +96,7 @@ class NativeExecutor:
         self._spec = spec
         self._profile = Profile()
         self._slots = slots
+        self.threads = max(1, threads)
         self._engine = self._library.rf_create(ctypes.byref(_describe(spec, slots=slots, int8=int8)), threads)
         if not self._engine:
             raise MemoryError("no memory for the weights")
@@ -177,6 +179,12 @@ class NativeExecutor:
         data = self._library.rf_logits(self._engine, ctypes.byref(stride))
         rows = int(batch.sample.sum())
         return np.ctypeslib.as_array(data, (rows, stride.value))[:, : self._spec.vocab_size].copy()
+
+    def profile_steps(self, *, on: bool) -> npt.NDArray[np.uint64]:
+        """Starts or ends counting where cycles go; returns what was counted since: [threads, kinds of phases, (at work, waiting)]."""
+        out = np.zeros((self.threads, len(KINDS), 2), np.uint64)
+        self._library.rf_profile(self._engine, on, address(out))
+        return out
 
     def read_page(self, page: int) -> bytes:
         """See Executor.read_page."""

@@ -18,6 +18,8 @@ from fleet_runtime.engine.native.build import BuildError, build, find_library, t
 ABI: Final = 1
 OK, BAD_PAGE, NO_MEMORY, NO_FORWARD = range(4)
 DTYPE_F32, DTYPE_BF16 = 0, 1
+# What phases of a step do, in the order of pool.h.
+KINDS: Final = ("embed", "input", "qkv", "write kv", "attention", "out", "gate up", "down", "norm", "head", "sample", "other")
 
 
 class NoLibrary(Exception):
@@ -70,6 +72,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "rf_forward": (c_int32, [c_void_p, POINTER(StepDesc)]),
     "rf_step_and_sample": (c_int32, [c_void_p, POINTER(StepDesc), POINTER(SamplingDesc)]),
     "rf_sample": (c_int32, [c_void_p, POINTER(SamplingDesc)]),
+    "rf_profile": (None, [c_void_p, c_int32, c_void_p]),
     "rf_logits": (POINTER(c_float), [c_void_p, POINTER(c_int64)]),
 }
 

@@ -18,7 +18,7 @@ namespace rf {
 #else
 #define RF_ALL(F) F(1), F(2), F(3)
 #endif
-const AttentionTiles kAttention = {{RF_ALL(RF_ROW)}, {RF_ALL(RF_VALUE)}, {RF_ALL(RF_VALUE1)}, {RF_ALL(RF_WIDTH)}};
+const AttentionTiles kAttentionTiles = {{RF_ALL(RF_ROW)}, {RF_ALL(RF_VALUE)}, {RF_ALL(RF_VALUE1)}, {RF_ALL(RF_WIDTH)}};
 
 namespace {
 
@@ -109,14 +109,14 @@ void weigh(const Act* p, const bf16* const* values, int rows, int pages, int hea
     int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
     const Act* pr = p + row * kSegment;
     float* o = out + static_cast<size_t>(row) * static_cast<size_t>(head_dim);
-    int d = 0, width = kAttention.width[count - 1] * 16;
+    int d = 0, width = kAttentionTiles.width[count - 1] * 16;
     for (; d + width <= head_dim; d += width) {
       for (int i = 0; i < pages; i++) shifted[i] = values[i] + d * 2;
-      kAttention.value[count - 1](pr, shifted, pages, head_dim, o + d);
+      kAttentionTiles.value[count - 1](pr, shifted, pages, head_dim, o + d);
     }
     for (; d < head_dim; d += 16) {
       for (int i = 0; i < pages; i++) shifted[i] = values[i] + d * 2;
-      kAttention.value1[count - 1](pr, shifted, pages, head_dim, o + d);
+      kAttentionTiles.value1[count - 1](pr, shifted, pages, head_dim, o + d);
     }
   }
 }
@@ -126,7 +126,7 @@ void score(const Act* q, const bf16* const* keys, int rows, int pages, int head_
   for (int t = 0; t < tiles; t++) {
     int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
     const Act* qr = q + static_cast<size_t>(row) * static_cast<size_t>(head_dim);
-    for (int i = 0; i < pages; i += 2) kAttention.score[count - 1][pages - i > 1](qr, keys + i, head_dim, scores + row * kSegment + i * kPage);
+    for (int i = 0; i < pages; i += 2) kAttentionTiles.score[count - 1][pages - i > 1](qr, keys + i, head_dim, scores + row * kSegment + i * kPage);
   }
 }
 

@@ -13,9 +13,11 @@ void score_tile(const Act* q, const bf16* const* keys, int head_dim, float* scor
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = vzero();
   for (int i = 0; i < head_dim; i += 2) {
-    for (int c = 0; c < C; c++) {
-      Weights k = wload(keys[c] + static_cast<size_t>(i) * kPage);
-      for (int r = 0; r < R; r++) acc[r][c] = dot2(acc[r][c], k, pair(q + static_cast<size_t>(r) * static_cast<size_t>(head_dim) + i));
+    Weights k[C];
+    for (int c = 0; c < C; c++) k[c] = wload(keys[c] + static_cast<size_t>(i) * kPage);
+    for (int r = 0; r < R; r++) {
+      Pair x = pair(q + static_cast<size_t>(r) * static_cast<size_t>(head_dim) + i);
+      for (int c = 0; c < C; c++) acc[r][c] = dot2(acc[r][c], k[c], x);
     }
   }
   for (int r = 0; r < R; r++)
@@ -32,9 +34,11 @@ void value_tile(const Act* p, const bf16* const* values, int pages, int head_dim
   for (int page = 0; page < pages; page++) {
     const bf16* v = values[page];
     for (int t = 0; t < kPage / 2; t++) {
-      for (int c = 0; c < C; c++) {
-        Weights w = wload(v + static_cast<size_t>(t * 2) * static_cast<size_t>(head_dim) + static_cast<size_t>(c) * 32);
-        for (int r = 0; r < R; r++) acc[r][c] = dot2(acc[r][c], w, pair(p + r * kSegment + page * kPage + t * 2));
+      Weights w[C];
+      for (int c = 0; c < C; c++) w[c] = wload(v + static_cast<size_t>(t * 2) * static_cast<size_t>(head_dim) + static_cast<size_t>(c) * 32);
+      for (int r = 0; r < R; r++) {
+        Pair x = pair(p + r * kSegment + page * kPage + t * 2);
+        for (int c = 0; c < C; c++) acc[r][c] = dot2(acc[r][c], w[c], x);
       }
     }
   }
@@ -52,6 +56,6 @@ struct AttentionTiles {
   ValueTile value[kMaxRows], value1[kMaxRows];  // value1: 16 dimensions
   int width[kMaxRows];                          // vectors of `value`
 };
-extern const AttentionTiles kAttention;
+extern const AttentionTiles kAttentionTiles;
 
 }  // namespace rf

@@ -98,7 +98,7 @@ template <class Place>
 void pack(Engine& e, Matrix& m, const void* source, int dtype, int rows, const Place& place) {
   constexpr int kRows = 64;
   e.pool.run(1, [&](int thread) {
-    Turn(e.pool, thread).share(rows, kRows, [&](int64_t begin, int64_t end) {
+    Turn(e.pool, thread).share(kOther, rows, kRows, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r++) pack_row(m, place(static_cast<int>(r)), source, dtype, static_cast<size_t>(r) * static_cast<size_t>(m.k));
     });
   });
@@ -262,9 +262,22 @@ int32_t rf_sample(void* engine, const rf_sampling* sampling) {
   if (!e.drawn.pending) return RF_NO_FORWARD;
   e.drawn.pending = false;
   e.pool.run(1, [&](int thread) {
-    rf::Turn(e.pool, thread).share(sampling->rows, 1, [&](int64_t row, int64_t) { rf::sample_row(e, *sampling, static_cast<int>(row), thread); });
+    rf::Turn(e.pool, thread).share(rf::kSample, sampling->rows, 1, [&](int64_t row, int64_t) { rf::sample_row(e, *sampling, static_cast<int>(row), thread); });
   });
   return RF_OK;
+}
+
+// Starts (1) or ends (0) counting where cycles go, and gives out what was counted: for each thread and kind, cycles at work and waiting.
+void rf_profile(void* engine, int32_t on, uint64_t* out) {
+  rf::Engine& e = *static_cast<rf::Engine*>(engine);
+  e.pool.timed = on != 0;
+  for (auto& times : e.pool.times()) {
+    for (int i = 0; i < rf::kKinds; i++) {
+      *out++ = times.work[i];
+      *out++ = times.wait[i];
+    }
+    times = {};
+  }
 }
 
 // The logits of the last forward's sampled rows: row i begins at i * stride.

@@ -81,7 +81,7 @@ class Step {
   Step(Engine& e, const rf_step& s, const rf_sampling* sampling, int thread) : e_(e), s_(s), sampling_(sampling), turn_(e.pool, thread), mine_(e.local[static_cast<size_t>(thread)]) {}
 
   void run() {
-    turn_.share(s_.tokens, 4, [&](int64_t begin, int64_t end) {
+    turn_.share(kEmbed, s_.tokens, 4, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) begin_token(e_, s_, static_cast<int>(t));
     });
     for (int l = 0; l < e_.d.layers; l++) layer(l);
@@ -90,7 +90,7 @@ class Step {
     prompt_logprobs();
     head(e_.drawn.token.data(), static_cast<int>(e_.drawn.token.size()), e_.logits.data());
     if (sampling_ != nullptr)
-      turn_.share(static_cast<int64_t>(e_.drawn.row.size()), 1, [&](int64_t begin, int64_t) { sample_row(e_, *sampling_, static_cast<int>(begin), turn_.thread()); });
+      turn_.share(kSample, static_cast<int64_t>(e_.drawn.row.size()), 1, [&](int64_t begin, int64_t) { sample_row(e_, *sampling_, static_cast<int>(begin), turn_.thread()); });
   }
 
  private:
@@ -118,7 +118,7 @@ class Step {
 
   // Multiplies rows with w; `done` as in multiply().
   template <class Make, class Done>
-  void linear(const Matrix& w, int rows, const Make& make, const Done& done) {
+  void linear(Kind kind, const Matrix& w, int rows, const Make& make, const Done& done) {
     if (rows == 0) return;
     Input<Make> input{*this, rows, w.kp, make, {}};
     size_t size = static_cast<size_t>(rows) * static_cast<size_t>(w.kp), groups = static_cast<size_t>(w.groups());
@@ -132,17 +132,17 @@ class Step {
       input.out.act = alone ? mine_.act.fit(size) : e_.act.data();
     }
     if (!alone) {
-      turn_.share(rows, 4, [&](int64_t begin, int64_t end) { input.fill(static_cast<int>(begin), static_cast<int>(end)); });
+      turn_.share(kInput, rows, 4, [&](int64_t begin, int64_t end) { input.fill(static_cast<int>(begin), static_cast<int>(end)); });
       input.ready = true;
     }
-    multiply_shared(w, rows, [&]() -> const Rows& { return input.get(); }, done);
+    multiply_shared(kind, w, rows, [&]() -> const Rows& { return input.get(); }, done);
   }
 
   template <class Get, class Done>
-  void multiply_shared(const Matrix& w, int rows, const Get& get, const Done& done) {
+  void multiply_shared(Kind kind, const Matrix& w, int rows, const Get& get, const Done& done) {
     int piece = std::max(1, w.panels / (e_.pool.threads() * 12));
     if (rows == 1) piece = (piece + kWide - 1) / kWide * kWide;
-    turn_.share(w.panels, piece, [&](int64_t begin, int64_t end) { multiply(w, static_cast<int>(begin), static_cast<int>(end), get(), rows, done); });
+    turn_.share(kind, w.panels, piece, [&](int64_t begin, int64_t end) { multiply(w, static_cast<int>(begin), static_cast<int>(end), get(), rows, done); });
   }
 
   auto normed(const float* source, const float* weight) {
@@ -163,7 +163,7 @@ class Step {
   }
 
   // A branch's matrix (o or down), whose input is already Act, or float to be quantised; its result is added to the residual stream.
-  void branch(const Matrix& w, const Act* act, const float* f, const float* post_norm) {
+  void branch(Kind kind, const Matrix& w, const Act* act, const float* f, const float* post_norm) {
     const int rows = s_.tokens;
     float* to = post_norm != nullptr ? e_.branch.data() : e_.x.data();
     const size_t ld = static_cast<size_t>(e_.hp);
@@ -177,15 +177,15 @@ class Step {
         }
     };
     if (w.int8) {
-      linear(w, rows, [&](int r, Act*, int8_t* q, float* scales) { quantise_row(f + static_cast<size_t>(r) * static_cast<size_t>(w.kp), w.k, kGroup, q, scales); }, done);
+      linear(kind, w, rows, [&](int r, Act*, int8_t* q, float* scales) { quantise_row(f + static_cast<size_t>(r) * static_cast<size_t>(w.kp), w.k, kGroup, q, scales); }, done);
     } else {
       Rows x;
       x.act = act;
       x.ld = static_cast<size_t>(w.kp);
-      multiply_shared(w, rows, [&]() -> const Rows& { return x; }, done);
+      multiply_shared(kind, w, rows, [&]() -> const Rows& { return x; }, done);
     }
     if (post_norm == nullptr) return;
-    turn_.share(rows, 4, [&](int64_t begin, int64_t end) {
+    turn_.share(kNorm, rows, 4, [&](int64_t begin, int64_t end) {
       float* n = mine_.f.fit(ld);
       for (int64_t r = begin; r < end; r++) {
         norm_row(e_.branch.data() + static_cast<size_t>(r) * ld, post_norm, e_.d.hidden, e_.d.norm_eps, n);
@@ -199,7 +199,7 @@ class Step {
     Layer& w = e_.layers[static_cast<size_t>(l)];
     const int rows = s_.tokens;
     const size_t ld = static_cast<size_t>(w.qkv.panels) * kPanel;
-    linear(w.qkv, rows, normed(e_.x.data(), w.input_norm), [&](const float* tile, int count, int row, int panel) {
+    linear(kQkv, w.qkv, rows, normed(e_.x.data(), w.input_norm), [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++)
         for (int c = 0; c < 2; c++) {
           V v = vload(tile + m * 32 + c * 16);
@@ -209,20 +209,20 @@ class Step {
     });
     if (e_.chunks) {
       const int64_t pieces = static_cast<int64_t>(e_.pieces.size()) / 2;
-      turn_.share(pieces * e_.d.kv_heads, 1, [&](int64_t i, int64_t) {
+      turn_.share(kWriteKv, pieces * e_.d.kv_heads, 1, [&](int64_t i, int64_t) {
         const int32_t* piece = e_.pieces.data() + i / e_.d.kv_heads * 2;
         write_kv(e_, s_, l, piece[0], piece[1], static_cast<int>(i % e_.d.kv_heads), turn_.thread());
       });
     }
     Plan& plan = e_.plans[static_cast<size_t>(w.plan)];
-    turn_.share(static_cast<int64_t>(plan.items.size()), 1, [&](int64_t i, int64_t) { attend(e_, s_, l, plan, plan.items[static_cast<size_t>(i)], turn_.thread()); });
-    branch(w.o, e_.attention.data(), e_.attention_f.data(), w.attention_post_norm);
+    turn_.share(kAttention, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t i, int64_t) { attend(e_, s_, l, plan, plan.items[static_cast<size_t>(i)], turn_.thread()); });
+    branch(kOut, w.o, e_.attention.data(), e_.attention_f.data(), w.attention_post_norm);
     mlp(w, rows);
-    branch(w.down, e_.hidden.data(), e_.hidden_f.data(), w.mlp_post_norm);
+    branch(kDown, w.down, e_.hidden.data(), e_.hidden_f.data(), w.mlp_post_norm);
   }
 
   void mlp(const Layer& w, int rows) {
-    linear(w.gate_up, rows, normed(e_.x.data(), w.mlp_norm), [&](const float* tile, int count, int row, int panel) {
+    linear(kGateUp, w.gate_up, rows, normed(e_.x.data(), w.mlp_norm), [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++) {
         V gate = vload(tile + m * 32), up = vload(tile + m * 32 + 16);
         if (w.gate_up.bias != nullptr) {
@@ -241,7 +241,7 @@ class Step {
 
   // Rows that computed something that is not finite have failed.
   void check() {
-    turn_.share(s_.tokens, 8, [&](int64_t begin, int64_t end) {
+    turn_.share(kOther, s_.tokens, 8, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++)
         if (!(not_finite(e_.x.data() + static_cast<size_t>(t) * static_cast<size_t>(e_.hp), e_.d.hidden) == 0.0f))
           __atomic_store_n(s_.failed + e_.row_of[static_cast<size_t>(t)], 1, __ATOMIC_RELAXED);
@@ -250,7 +250,7 @@ class Step {
 
   void pool_hidden() {
     if (s_.pool == nullptr) return;
-    turn_.share(s_.rows, 1, [&](int64_t r, int64_t) {
+    turn_.share(kOther, s_.rows, 1, [&](int64_t r, int64_t) {
       if (s_.pool[r] == RF_POOL_NONE) return;
       int before = 0;
       for (int64_t i = 0; i < r; i++) before += s_.pool[i] != RF_POOL_NONE;
@@ -272,7 +272,7 @@ class Step {
     auto make = [&](int r, Act* act, int8_t* q, float* scales) {
       make_normed(e_.x.data() + static_cast<size_t>(tokens[r]) * static_cast<size_t>(e_.hp), e_.final_norm, act, q, scales);
     };
-    linear(e_.head, rows, make, [&](const float* tile, int count, int row, int panel) {
+    linear(kHead, e_.head, rows, make, [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++)
         for (int c = 0; c < 2; c++) {
           V v = vload(tile + m * 32 + c * 16);
@@ -288,7 +288,7 @@ class Step {
     for (int begin = 0; begin < s_.places; begin += kPlacesAtOnce) {
       int count = std::min(kPlacesAtOnce, s_.places - begin);
       head(e_.place_tokens.data() + begin, count, e_.place_logits.data());
-      turn_.share(count, 1, [&](int64_t i, int64_t) {
+      turn_.share(kSample, count, 1, [&](int64_t i, int64_t) {
         int place = begin + static_cast<int>(i), token = e_.place_tokens[static_cast<size_t>(place)], row = e_.row_of[static_cast<size_t>(token)], k = s_.prompt_logprobs[row];
         int64_t top = s_.top_starts[row] + (place - s_.place_starts[row]) * k;
         top_logprobs(e_.place_logits.data() + static_cast<size_t>(i) * ld, e_.d.vocab, s_.next_ids[token], k, s_.chosen + place, s_.top_ids + top, s_.top_values + top, mine_.indices);

@@ -41,14 +41,11 @@ void tile_bf16(const bf16* w, size_t panel, const Act* x, size_t ld, int k, floa
   for (int m = 0; m < M; m++)
     for (int c = 0; c < NB * 2; c++) acc[m][c] = vzero();
   for (int i = 0; i < k; i += 2) {
-    if constexpr (M == 1) {
-      Pair p = pair(x + i);
-      for (int c = 0; c < NB * 2; c++) acc[0][c] = dot2(acc[0][c], wload(w + static_cast<size_t>(c / 2) * panel + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 32), p);
-    } else {
-      for (int c = 0; c < NB * 2; c++) {
-        Weights v = wload(w + static_cast<size_t>(c / 2) * panel + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 32);
-        for (int m = 0; m < M; m++) acc[m][c] = dot2(acc[m][c], v, pair(x + static_cast<size_t>(m) * ld + i));
-      }
+    Weights v[NB * 2];
+    for (int c = 0; c < NB * 2; c++) v[c] = wload(w + static_cast<size_t>(c / 2) * panel + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 32);
+    for (int m = 0; m < M; m++) {
+      Pair p = pair(x + static_cast<size_t>(m) * ld + i);
+      for (int c = 0; c < NB * 2; c++) acc[m][c] = dot2(acc[m][c], v[c], p);
     }
   }
   for (int m = 0; m < M; m++)

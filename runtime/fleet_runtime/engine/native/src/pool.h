@@ -46,9 +46,17 @@ class Gate {
   std::atomic<int> sleepers_{0};
 };
 
+// What a phase of a step does; for profiles.
+enum Kind { kEmbed, kInput, kQkv, kWriteKv, kAttention, kOut, kGateUp, kDown, kNorm, kHead, kSample, kOther, kKinds };
+
 class Pool {
  public:
-  explicit Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+  // Cycles of all threads by kind: at work, and waiting for others. Counted only while `timed` is set.
+  struct Times {
+    alignas(64) uint64_t work[kKinds] = {}, wait[kKinds] = {};
+  };
+
+  explicit Pool(int threads) : threads_(threads < 1 ? 1 : threads), times_(static_cast<size_t>(threads_)) {
     for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
   }
   ~Pool() {
@@ -60,6 +68,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
+  bool timed = false;
+  std::vector<Times>& times() { return times_; }
 
   // Runs task(thread) on all threads, the caller being thread 0; returns when all have left it. `phases`: calls of Turn::share in it, at most.
   void run(size_t phases, const std::function<void(int)>& task) {
@@ -103,6 +113,7 @@ class Pool {
   }
 
   const int threads_;
+  std::vector<Times> times_;
   std::vector<std::thread> workers_;
   std::unique_ptr<Phase[]> phase_;
   size_t phases_ = 0;
@@ -122,9 +133,10 @@ class Turn {
   // Calls work(begin, end) for pieces of [0, count) of at most `piece`, as other threads do, and returns when all of [0, count) is done. A thread
   // that comes late passes by: nobody waits for a thread, only for pieces that were taken.
   template <class Work>
-  void share(int64_t count, int64_t piece, const Work& work) {
+  void share(Kind kind, int64_t count, int64_t piece, const Work& work) {
     Pool::Phase& phase = pool_.phase_[phase_++];
     const uint32_t wanted = static_cast<uint32_t>(count);
+    const uint64_t started = pool_.timed ? __rdtsc() : 0;
     while (true) {
       int64_t begin = phase.next.fetch_add(piece, std::memory_order_relaxed);
       if (begin >= count) break;
@@ -132,7 +144,12 @@ class Turn {
       work(begin, end);
       phase.done.add(static_cast<uint32_t>(end - begin), wanted);
     }
+    const uint64_t waited = pool_.timed ? __rdtsc() : 0;
     phase.done.wait(wanted);
+    if (!pool_.timed) return;
+    Pool::Times& times = pool_.times_[static_cast<size_t>(thread_)];
+    times.work[kind] += waited - started;
+    times.wait[kind] += __rdtsc() - waited;
   }
 
  private:
