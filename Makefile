@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-python up down status test check up-kill format clean
+.PHONY: cases soak help setup setup-python up down status test check up-kill format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -26,6 +26,12 @@ test: setup ## lint, types, import contracts, all tests; the end-to-end tests st
 
 check: setup-python ## the fast part of `test`: lint, types, import contracts, tests without model
 	@dev/test check
+
+cases: setup ## one line for each fault from the field: which have a passing test
+	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report
+
+soak: setup ## the long test: 10,000 mixed requests with aborts, errors and retractions; then nothing may be left
+	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.soak
 
 up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
 	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere

@@ -5,24 +5,15 @@ A child dies with us even when we are killed: PR_SET_PDEATHSIG is set between fo
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+from fleet_contract.lifeline import before_exec
 
 
 @dataclass(slots=True)
@@ -38,7 +29,7 @@ class Child:
         """Starts a process in a session of its own, so that Ctrl-C reaches only us and we end the children in order."""
         with log.open("ab") as out:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=before_exec(os.getpid()),
                 env={**os.environ, **environment},
             )  # fmt: skip
         return cls(name, process, log)

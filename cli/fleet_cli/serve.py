@@ -52,7 +52,7 @@ class Plan:
         """Flags of one worker: every port free, all on loopback. Raises BadFlag."""
         argv = ["--model", self.model, "--role", role, "--host", "127.0.0.1", "--internal-host", "127.0.0.1", "--announce", str(announce)]
         argv += ["--context-length", str(self.context_length), "--kv-cache-memory", str(self.kv_cache_memory)]
-        argv += [w for port in ("data", "internal", "bootstrap", "transfer", "load") for w in (f"--{port}-port", "0")]
+        argv += [w for port in ("data", "internal", "bootstrap", "transfer", "load", "events", "replay") for w in (f"--{port}-port", "0")]
         argv += ["--served-model-name", self.name, "--drain-timeout", "10"]
         argv += [w for field, value in self.fields.items() for w in ("--" + field.replace("_", "-"), value)]
         return RuntimeLaunch.from_argv(argv)

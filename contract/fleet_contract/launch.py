@@ -31,7 +31,9 @@ class RuntimeLaunch(BaseModel):
     role: Literal["prefill", "decode", "unified"] = Field(default="unified", description="What this worker does")
     revision: str = Field(default="", description="Revision of the service, 8 hex digits")
     context_length: int = Field(default=4096, ge=16, le=1_048_576, description="Longest prompt + answer, tokens")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Type of weights and KV; auto: float32 on a CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of weights and KV; auto: bfloat16 with the native executor, else float32"
+    )
     kv_cache_memory: int = Field(default=1 << 30, ge=1 << 16, description="Bytes for KV pages")
     drain_timeout: int = Field(default=300, ge=0, le=86_400, description="Seconds for running requests after SIGTERM")
     host: str = Field(default="0.0.0.0", description="Address of the data port")

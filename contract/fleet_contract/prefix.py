@@ -7,6 +7,7 @@ equal prefixes (up to collisions, which cost one bad route and never a wrong ans
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -36,9 +37,12 @@ def chain_hashes(ids: Sequence[int], namespace: int, *, page_size: int = PAGE_SI
     Returns:
         One u64 per whole page; a partial last page has no key.
     """
-    data = encode_ids(ids)
-    out: list[int] = []
-    previous = namespace
+    return extend_chain(namespace, encode_ids(ids), page_size=page_size).tolist()
+
+
+def extend_chain(previous: int, data: bytes, *, page_size: int = PAGE_SIZE) -> array[int]:
+    """Keys of the whole pages of `data` (little-endian u32 ids) behind a prefix whose key is `previous`, or a namespace's hash."""
+    out = array("Q")
     width = 4 * page_size
     for start in range(0, len(data) // width * width, width):
         previous = _xxh3(_pair.pack(previous, _xxh3(data[start : start + width], seed=SEED)), seed=SEED)

@@ -1,4 +1,4 @@
-"""Router -> runtime request bytes, and the KV event types. Formats: docs/contract.md sections 4 and 5."""
+"""Router -> runtime request bytes. Format: docs/contract.md section 4."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import array
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from msgspec import Struct, field
 
 from fleet_contract import names
 
@@ -125,32 +123,3 @@ def parse_routed_headers(headers: Sequence[tuple[str, str]]) -> RoutedHeaders:
         bootstrap=bootstrap,
         prefill_incarnation=hexadecimal(names.HEADER_PREFILL_INCARNATION, 16),
     )
-
-
-class BlockStored(Struct, tag="BlockStored", tag_field="type", omit_defaults=True):
-    """Blocks now held, in prefix order. vLLM's names plus our additive keys (`seq_hashes` and later)."""
-
-    block_hashes: list[int] = field(default_factory=list)
-    parent_block_hash: int | None = None
-    token_ids: list[int] = field(default_factory=list)
-    block_size: int = names.PAGE_SIZE
-    medium: str | None = None
-    lora_name: str | None = None
-    seq_hashes: list[int] = field(default_factory=list)
-    base_block_idx: int = 0
-    cache_salt: str | None = None
-    epoch: int = 0
-
-
-class BlockRemoved(Struct, tag="BlockRemoved", tag_field="type", omit_defaults=True):
-    """Blocks no longer held in `medium`."""
-
-    block_hashes: list[int] = field(default_factory=list)
-    medium: str | None = None
-    epoch: int = 0
-
-
-class AllBlocksCleared(Struct, tag="AllBlocksCleared", tag_field="type", omit_defaults=True):
-    """The publisher holds nothing any more."""
-
-    epoch: int = 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import sys
 import time
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import fleet_contract.sigterm  # noqa: F401 - before all that takes time to import
+from fleet_contract.logs import set_up_logging
 from fleet_operator.cluster import KubernetesCluster
 from fleet_operator.errors import ClusterError, LeaseLost
 from fleet_operator.handlers import watch
@@ -27,19 +27,6 @@ from fleet_operator.workqueue import WorkQueue
 
 log = logging.getLogger("fleet_operator")
 SHUTDOWN_S: Final = 10.0
-_PLAIN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, text, and the facts given as `extra`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower(), "logger": record.name}
-        line["text"] = record.getMessage()
-        line |= {k: v for k, v in vars(record).items() if k not in _PLAIN and isinstance(v, str | int | float | bool | None)}
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 class Operator:
@@ -153,9 +140,7 @@ async def serve(settings: Settings) -> None:
 def main() -> None:
     """Console script."""
     settings = parse(sys.argv[1:])
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    set_up_logging("operator", settings.log_level)
     if settings.kubeconfig:
         os.environ["KUBECONFIG"] = settings.kubeconfig  # kopf reads the file by itself
     log.info("starting", extra={"identity": settings.identity, "runtime_image": settings.defaults.runtime_image})

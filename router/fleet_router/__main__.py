@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import fleet_contract.sigterm  # noqa: F401 - before all that takes time to import
-from fleet_router.process import set_up_logging
+from fleet_contract.logs import set_up_logging
 from fleet_router.settings import BadFlag, parse
 from fleet_router.supervisor import CannotStart, Supervisor
 

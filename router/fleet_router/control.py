@@ -15,10 +15,12 @@ import sys
 
 import uvicorn
 
+from fleet_contract.lifeline import die_with_parent
+from fleet_contract.logs import set_up_logging
 from fleet_router.control_api import create_app
 from fleet_router.discovery import Discovery
 from fleet_router.link import LinkClient
-from fleet_router.process import Handover, die_with_parent, read_handover, set_up_logging
+from fleet_router.process import Handover, read_handover
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,8 @@ from typing import Final
 import msgspec
 import uvloop
 
+from fleet_contract.lifeline import die_with_parent
+from fleet_contract.logs import set_up_logging
 from fleet_contract.worker import ProbeRequest
 from fleet_router.brain import Brain
 from fleet_router.encoders import Encoders
@@ -26,7 +28,7 @@ from fleet_router.http_server import DataProtocol, Limits, ServerState
 from fleet_router.link import Ask, LinkServer
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
-from fleet_router.process import Handover, die_with_parent, raise_file_limit, read_handover, set_up_logging
+from fleet_router.process import Handover, raise_file_limit, read_handover
 from fleet_router.registry import Endpoint, Registry
 from fleet_router.service import DataService
 from fleet_router.settings import Settings, split_url

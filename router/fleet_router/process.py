@@ -1,23 +1,13 @@
-"""What every process of the router does first: logging, dying with its parent, reading what the supervisor handed over."""
+"""What every process of the router does first: reading what the supervisor handed over, and room for many connections."""
 
 from __future__ import annotations
 
-import ctypes
-import json
-import logging
-import os
 import resource
-import signal
-import sys
-import time
-from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
 from fleet_router.settings import Settings
-
-PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 
 class Handover(Struct, frozen=True):
@@ -28,40 +18,6 @@ class Handover(Struct, frozen=True):
     link_name: str
     listen_fd: int
     link_fd: int = -1
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line; fields given as `extra` beside the message."""
-
-    _known: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        out: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(), "process": self._process, "logger": record.name, "message": record.getMessage(),
-        }  # fmt: skip
-        out |= {k: v for k, v in vars(record).items() if k not in self._known}
-        if record.exc_info:
-            out["error"] = self.formatException(record.exc_info)
-        return json.dumps(out, default=str)
-
-
-def set_up_logging(process: str, level: str) -> None:
-    """JSON lines on stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """The kernel kills this process when its parent dies; ends it now when that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
 
 
 def raise_file_limit() -> int:

@@ -13,9 +13,9 @@ import msgspec
 
 from fleet_contract import names
 from fleet_contract.launch import BadFlag, RuntimeLaunch
+from fleet_contract.logs import facts, set_up_logging
 from fleet_contract.worker import StartFailure
 from fleet_runtime.errors import StartError
-from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.supervisor.children import MODULES
 from fleet_runtime.supervisor.loop import Signals, Supervisor
 from fleet_runtime.supervisor.prepare import prepare

@@ -187,6 +187,8 @@ class Sampled(Struct, array_like=True):
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per id of `ids`, if asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # with the first token
     stop_id: int = -1  # the id that ended it, if one did
+    queued_s: float = 0.0  # with the first token: seconds from arrival to the first step
+    prefill_s: float = 0.0  # with the first token: seconds from the first step to it
 
 
 class SampledBatch(_Message, tag="sampled"):
@@ -209,6 +211,8 @@ class Text(Struct, array_like=True):
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     stopped_by: str | int | None = None  # the stop string or stop id that ended it
+    queued_s: float = 0.0  # as in Sampled
+    prefill_s: float = 0.0
 
 
 class TextBatch(_Message, tag="text"):

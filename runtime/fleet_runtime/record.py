@@ -31,6 +31,8 @@ def worker_record(config: RuntimeConfig, info: SchedulerInfo, scheduler_incarnat
             internal=config.internal_port,
             bootstrap=info.bootstrap_port,
             transfer=info.transfer_port,
+            events=info.events_port,
+            replay=info.replay_port,
             load=info.load_port,
         ),
         profile=info.profile,

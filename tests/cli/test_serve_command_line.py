@@ -17,6 +17,7 @@ def test_default_is_one_unified_worker_on_free_loopback_ports() -> None:
     launch = plan.launch("unified", Path("/x/a.json"))
     assert (launch.host, launch.internal_host) == ("127.0.0.1", "127.0.0.1")
     assert launch.data_port == launch.internal_port == launch.load_port == launch.transfer_port == launch.bootstrap_port == 0
+    assert launch.events_port == launch.replay_port == 0
     assert launch.served_model_name == ("smollm2-135m-instruct",)
     assert launch.announce == "/x/a.json"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet_contract import errors, handoff, prefix, wire, worker
+from fleet_contract import errors, handoff, kv_events, prefix, worker
 
 GOLDEN = Path(__file__).parent / "golden"
 INCARNATION = "a1b2c3d4e5f60718"
@@ -18,6 +18,10 @@ RECORD = worker.WorkerRecord(
     pod_uid="8f0c", incarnation=INCARNATION, namespace="demo", service="chat", role="prefill", revision="5f3a9c1e",
     model_revision="00aa11bb22cc33dd", served_names=["smollm2", "demo/chat"], kv_capacity_tokens=46000, max_rows=64, context_length=4096,
     transfer_backends=["tcp"], ports=worker.Ports(8000, 8001, 8998, 8999, 0, 0, 5757), profile=worker.Profile(630.0, 0.02, 0.001, 1e-6),
+)  # fmt: skip
+STORED = kv_events.BlockStored(
+    block_hashes=[2**64 - 5, 6], parent_block_hash=None, token_ids=list(range(32)), block_size=16, medium="GPU", lora_name=None,
+    extra_keys=[["s"], None], seq_hashes=[2**64 - 5, 6], base_block_idx=0, cache_salt="s", epoch=9,
 )  # fmt: skip
 JSON_EXAMPLES: dict[str, msgspec.Struct] = {
     "worker_record": RECORD,
@@ -33,9 +37,10 @@ JSON_EXAMPLES: dict[str, msgspec.Struct] = {
 }
 MSGPACK_EXAMPLES: dict[str, msgspec.Struct] = {
     "load_report": worker.LoadReport(INCARNATION, 0, 17, 512, 3, 900, 1400, 46000, False, {"r-7c1d": worker.Seen(41, [38, 40])}),
-    "block_stored": wire.BlockStored([5, 6], None, list(range(32)), seq_hashes=[7, 8], epoch=9),
-    "block_removed": wire.BlockRemoved([5], "GPU", 9),
-    "all_cleared": wire.AllBlocksCleared(9),
+    "block_stored": STORED,
+    "block_removed": kv_events.BlockRemoved(block_hashes=[2**64 - 5], medium="GPU", epoch=9),
+    "all_cleared": kv_events.AllBlocksCleared(epoch=9),
+    "kv_batch": kv_events.EventBatch(1764460800.5, [STORED, kv_events.AllBlocksCleared(epoch=9)], 0),
 }
 HANDOFF_EXAMPLES: dict[str, handoff.Handoff] = {
     "hello": handoff.Hello(INCARNATION, "8f0c", 0, 1, "00aa11bb22cc33dd", 16, 737280, "float32", 30, 3, 64, "page-major", "tcp"),

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_contract import errors, names, prefix, wire
+from fleet_contract import errors, flags_page, names, prefix, wire
 from fleet_contract.launch import USER_FLAGS, BadFlag, RuntimeLaunch, user_args_to_fields
 
 
@@ -154,3 +154,12 @@ def test_an_error_has_the_one_shape_and_is_read_back() -> None:
     back = errors.ApiError.from_body(400, e.body("req-1"))
     assert (back.status, back.message, back.type, back.code, back.param) == (400, "bad", e.type, e.code, e.param)
     assert "502: <html>" in errors.ApiError.from_body(502, b"<html>").message
+
+
+def test_the_page_of_flags_is_what_the_flags_say() -> None:
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run: python -m fleet_contract.flags_page"
+
+
+def test_there_are_fewer_than_sixty_flags_and_each_is_described() -> None:
+    assert len(RuntimeLaunch.model_fields) < 60
+    assert all(info.description for info in RuntimeLaunch.model_fields.values())

@@ -146,6 +146,7 @@ def _container(
 
 def _ports(role: str) -> list[dict[str, Any]]:
     ports = {"data": names.RUNTIME_DATA_PORT, "internal": names.RUNTIME_INTERNAL_PORT, "load": names.RUNTIME_LOAD_PORT}
+    ports |= {"events": names.RUNTIME_EVENTS_PORT, "replay": names.RUNTIME_REPLAY_PORT}
     if role != names.ROLE_DECODE:
         ports |= {"bootstrap": names.RUNTIME_BOOTSTRAP_PORT, "transfer": names.RUNTIME_TRANSFER_PORT}
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]

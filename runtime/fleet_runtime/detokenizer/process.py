@@ -11,13 +11,13 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
+from fleet_contract.logs import facts, set_up_logging
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.detokenizer.choices import Choices
 from fleet_runtime.detokenizer.incremental import Decode
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
-from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files
 from fleet_runtime.priority import yield_to_engine

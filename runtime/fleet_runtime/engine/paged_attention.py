@@ -8,7 +8,8 @@ tables are filled up with the row's own first page.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.engine.base import I32, StepInput
 from fleet_runtime.engine.kv_pool import KvPool
+from fleet_runtime.models.base import AttentionKind
 
 I64 = npt.NDArray[np.int64]
+_CAPPED_ROWS: Final = 64  # queries of a chunk whose scores are written out at once, where they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,25 @@ class RowGroup:
     """Rows that are computed together: decode rows of like length, or one chunk.
 
     tokens: [N] indices into the step's tokens. blocks: [B, kv_heads, P], numbers of (page, layer 0, K, head) blocks of page_size x head_dim.
-    bias: 0 where a query sees a position, else -inf: decode [B, 1, 1, P * page_size], chunk [N, P * page_size].
+    last: [N] the position of each query, the last one that it sees. biases: by window, see `bias`.
     """
 
     is_decode: bool
     tokens: torch.Tensor
     blocks: torch.Tensor
-    bias: torch.Tensor
+    last: I64
+    biases: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query sees a position, else -inf: decode [B, 1, 1, P * page_size], chunk [N, P * page_size]. window 0: all before it."""
+        if (made := self.biases.get(window)) is None:
+            positions, last = np.arange(self.blocks.shape[2] * PAGE_SIZE), self.last[:, None]
+            seen = positions <= last
+            if window:
+                seen &= positions > last - window
+            made = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -math.inf)
+            self.biases[window] = made = made[:, None, None, :] if self.is_decode else made
+        return made
 
 
 class StepAttention:
@@ -60,7 +75,7 @@ class StepAttention:
         self._groups = [self._decode_group(batch, g) for g in decode_groups(batch.context_lens, counts)]
         self._groups += [self._chunk(batch, int(r)) for r in np.flatnonzero(counts > 1)]
 
-    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
         """See models.base.Attention.attend."""
         shift = layer * 2 * self._kv_heads
         self._slot.index_copy_(0, (self._targets + shift * PAGE_SIZE).view(-1), kv.reshape(-1, kv.shape[-1]))
@@ -69,7 +84,7 @@ class StepAttention:
             k_blocks = group.blocks + shift
             k, v = self._gather(k_blocks), self._gather(k_blocks + self._kv_heads)  # [B, kv_heads, S, head_dim]
             attend = _decode if group.is_decode else _chunk
-            out[group.tokens] = attend(q[group.tokens], k, v, group.bias)
+            out[group.tokens] = attend(q[group.tokens], k, v, group.bias(kind.window, k.dtype), kind)
         return out.view(len(q), -1)
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -86,27 +101,22 @@ class StepAttention:
         width = int(needed.max())
         tables = batch.page_tables[rows, :width]
         tables = np.where(np.arange(width) < needed[:, None], tables, tables[:, :1])
-        visible = torch.from_numpy(np.arange(width * PAGE_SIZE) < lengths[:, None])
         return RowGroup(
             is_decode=True,
             tokens=torch.from_numpy(batch.row_starts[rows].astype(np.int64)),
             blocks=self._blocks(tables),
-            bias=self._bias(visible)[:, None, None, :],
+            last=lengths.astype(np.int64) - 1,
         )
 
     def _chunk(self, batch: StepInput, row: int) -> RowGroup:
         start, end = int(batch.row_starts[row]), int(batch.row_starts[row + 1])
         width = int(num_pages(batch.context_lens[row]))
-        visible = np.arange(width * PAGE_SIZE) <= batch.positions[start:end, None]
         return RowGroup(
             is_decode=False,
             tokens=torch.arange(start, end),
             blocks=self._blocks(batch.page_tables[row : row + 1, :width]),
-            bias=self._bias(torch.from_numpy(visible)),
+            last=batch.positions[start:end].astype(np.int64),
         )
-
-    def _bias(self, visible: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(visible.shape, dtype=self._slot.dtype).masked_fill_(~visible, -math.inf)
 
 
 def num_pages(tokens: I32) -> I32:
@@ -131,14 +141,29 @@ def decode_groups(context_lens: I32, counts: I32) -> list[I64]:
     return groups
 
 
-def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
     """q: [B, heads, D]; k, v: [B, kv_heads, S, D]. The query heads of one KV head are rows of one matrix product. Returns [B, heads, D]."""
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-    scores = (grouped @ k.transpose(2, 3)) * q.shape[2] ** -0.5 + bias
+    scores = _capped((grouped @ k.transpose(2, 3)) * kind.scale, kind.softcap) + bias
     return (torch.softmax(scores, dim=-1) @ v).view(q.shape)
 
 
-def _chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
     """q: [N, heads, D]; k, v: [1, kv_heads, S, D]; bias: [N, S]. Returns [N, heads, D]."""
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=bias, enable_gqa=True)
+    if kind.softcap:
+        starts = range(0, len(q), _CAPPED_ROWS)
+        return torch.cat([_capped_chunk(q[i : i + _CAPPED_ROWS], k, v, bias[i : i + _CAPPED_ROWS], kind) for i in starts])
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=bias, enable_gqa=True, scale=kind.scale)
     return out[0].transpose(0, 1)
+
+
+def _capped_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
+    """As `_chunk`; torch's attention has no soft cap, so the scores are written out."""
+    rows, heads, dim = q.shape
+    grouped = q.transpose(0, 1).reshape(k.shape[1], -1, rows, dim)  # [kv_heads, heads of it, N, D]
+    scores = _capped((grouped @ k[0, :, None].transpose(2, 3)) * kind.scale, kind.softcap) + bias
+    return (torch.softmax(scores, dim=-1) @ v[0, :, None]).reshape(heads, rows, dim).transpose(0, 1)
+
+
+def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    return torch.tanh(scores / cap) * cap if cap else scores

@@ -1,4 +1,4 @@
-"""What a model file and its users agree on: the attention a model calls, the facts the KV pool needs, the forward pass."""
+"""What a model and its users agree on: the attention a model calls, the facts the KV pool needs, the forward pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,19 @@ class KvShape:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """How a layer attends. scale: of the scores. window: tokens it sees, itself included, 0: all. softcap: cap * tanh(x / cap), 0: none."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
 class Attention(Protocol):
     """Attention over the paged context of one step's rows; made new for each step, called once per layer in order."""
 
-    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
         """Stores the new keys and values, returns the attention's output.
 
         q: [T, heads, head_dim], rotated. kv: [T, 2 * kv_heads, head_dim], rotated keys, then values. Returns [T, heads * head_dim].
@@ -38,6 +47,9 @@ class CausalLm(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_context(self) -> int:
         """Longest context the model was made for, tokens."""
         ...
@@ -49,6 +61,10 @@ class CausalLm(Protocol):
         """
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [N, hidden] of `forward`. Returns [N, vocab] float32."""
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [N, hidden] of `forward`. Returns the final norm's output, [N, hidden]."""
+        ...
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """normed: [N, hidden] of `normed`. Returns [N, vocab] float32."""
         ...

@@ -6,7 +6,6 @@ Called by the supervisor before any child starts, and by http and detokenizer fo
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Iterator
@@ -17,14 +16,14 @@ from typing import Any, BinaryIO, Final
 from fleet_contract.names import BUNDLED_MODELS_DIR, ENV_MODELS
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.bundled import BUNDLED_MODELS, cache_dir
+from fleet_runtime.models.safetensors_file import parse_object, read_header, tensors_of
 from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 from fleet_text.prompt import TOKENIZER_FILES, read_folder
 
 SIMULATED: Final = "simulated://"
 _SCHEMES: Final = "bundled://NAME, file:///PATH, a folder's path, simulated://"
-_INDEX: Final = "model.safetensors.index.json"
+INDEX_FILE: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
-_MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors format
 # Bytes of each tensor that go into the revision: so many pieces, evenly spread, of so many bytes. Smaller tensors go in whole.
 _SAMPLES: Final = 8
 _SAMPLE_BYTES: Final = 64
@@ -65,19 +64,28 @@ def load_text_files(model: ModelFiles) -> dict[str, bytes]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, in order of their names. Raises StartError(ModelInvalid), OSError."""
-    if (folder / _INDEX).is_file():
-        weight_map = _read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-            raise StartError("ModelInvalid", f"{folder / _INDEX}: weight_map is not a map of tensor names to files")
-        names = sorted(set(weight_map.values()))
+    if mapped := weight_map(folder):
+        names = sorted(set(mapped.values()))
         if missing := [n for n in names if Path(n).name != n or not (folder / n).is_file()]:
-            raise StartError("ModelInvalid", f"{folder}: {_INDEX} names {', '.join(missing)}, not there: the model was copied in part; copy it again")
+            raise StartError(
+                "ModelInvalid", f"{folder}: {INDEX_FILE} names {', '.join(missing)}, not there: the model was copied in part; copy it again"
+            )
         return [folder / n for n in names]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     found = f"it has {', '.join(others[:5])}" if others else "it has no weights at all"
-    raise StartError("ModelInvalid", f"{folder}: no {_SINGLE} and no {_INDEX}; {found}. Weights must be safetensors in the Hugging Face layout")
+    raise StartError("ModelInvalid", f"{folder}: no {_SINGLE} and no {INDEX_FILE}; {found}. Weights must be safetensors in the Hugging Face layout")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Which file the index names for each tensor; {} where there is no index. Raises StartError(ModelInvalid), OSError."""
+    if not (folder / INDEX_FILE).is_file():
+        return {}
+    found = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
+        raise StartError("ModelInvalid", f"{folder / INDEX_FILE}: weight_map is not a map of tensor names to files")
+    return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -141,62 +149,27 @@ def _check_folder(folder: Path) -> str:
         if (folder / name).is_file():
             data = (folder / name).read_bytes()
             if name.endswith(".json"):
-                _parse_json(folder / name, data)
+                parse_object(folder / name, data)
             add(name.encode(), data)
     for path in weight_files(folder):
         with path.open("rb") as f:
-            header = _read_header(path, f)
+            header = read_header(path, f)
             add(path.name.encode(), struct.pack("<Q", os.fstat(f.fileno()).st_size), header)
             add(*_samples(path, f, header))
     return digest.hexdigest()
 
 
-def _read_header(path: Path, f: BinaryIO) -> bytes:
-    """The JSON header of a safetensors file (format: u64 length, JSON, data)."""
-    head = f.read(8)
-    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-    if not 2 <= length <= _MAX_HEADER_BYTES:
-        raise StartError("ModelInvalid", f"{path} is not a safetensors file (header length {length}); download it again")
-    header = f.read(length)
-    if len(header) != length:
-        raise StartError("ModelInvalid", f"{path} ends inside its header: it was copied in part; copy it again")
-    return header
-
-
 def _samples(path: Path, f: BinaryIO, header: bytes) -> Iterator[bytes]:
     """Pieces of each tensor, in order of the tensors' names."""
-    data_start = 8 + len(header)
-    data_size = os.fstat(f.fileno()).st_size - data_start
-    for name, entry in sorted(_parse_json(path, header).items()):
-        if name == "__metadata__":
-            continue
-        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-        if not (isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(o, int) for o in offsets) and 0 <= offsets[0] <= offsets[1]):
-            raise StartError("ModelInvalid", f"{path}: the header's entry of {name!r} has no valid data_offsets; download it again")
-        start, end = offsets
-        if end > data_size:
-            raise StartError(
-                "ModelInvalid",
-                f"{path} has {data_size} bytes of data, {name!r} ends at {end}: it was copied in part; copy it again",
-            )
-        size = end - start
+    for _, entry in sorted(tensors_of(path, header, os.fstat(f.fileno()).st_size).items()):
+        start, size = entry.start, entry.end - entry.start
         if size <= _SAMPLES * _SAMPLE_BYTES:
-            yield os.pread(f.fileno(), size, data_start + start)
+            yield os.pread(f.fileno(), size, start)
             continue
         step = (size - _SAMPLE_BYTES) // (_SAMPLES - 1)
         for i in range(_SAMPLES):
-            yield os.pread(f.fileno(), _SAMPLE_BYTES, data_start + start + i * step)
+            yield os.pread(f.fileno(), _SAMPLE_BYTES, start + i * step)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _parse_json(path, path.read_bytes())
-
-
-def _parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError as e:
-        raise StartError("ModelInvalid", f"{path} is not JSON: {e}; download it again") from e
-    if not isinstance(value, dict):
-        raise StartError("ModelInvalid", f"{path} is not a JSON object; download it again")
-    return value
+    return parse_object(path, path.read_bytes())

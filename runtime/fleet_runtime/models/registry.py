@@ -1,36 +1,21 @@
-"""From `architectures` of config.json to the file that can load it. One line here and one file make a new family."""
+"""From a folder to a loaded torch model: the families we describe run on `decoder`. Called by the torch executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
 
 import torch
 
-from fleet_runtime.errors import StartError
-from fleet_runtime.models import llama
 from fleet_runtime.models.base import CausalLm
+from fleet_runtime.models.decoder import Decoder
+from fleet_runtime.models.families import spec_of
 from fleet_runtime.models.files import read_config
-
-
-class Loader(Protocol):
-    """Reads a folder whose architecture it knows."""
-
-    def __call__(
-        self, folder: Path, raw_config: dict[str, object], *, dtype: torch.dtype, context_length: int, progress: Callable[[int, str], None]
-    ) -> CausalLm: ...
-
-
-MODELS: Final[dict[str, Loader]] = {llama.ARCHITECTURE: llama.load}
+from fleet_runtime.models.weights import open_weights
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, context_length: int, progress: Callable[[int, str], None]) -> CausalLm:
     """Loads the model of a folder that `resolve_model` found. Raises StartError(ModelInvalid)."""
-    raw = read_config(folder)
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    loader = MODELS.get(name) if isinstance(name, str) else None
-    if loader is None:
-        raise StartError("ModelInvalid", f"{folder / 'config.json'}: architectures is {names!r}; supported: {', '.join(MODELS)}")
-    return loader(folder, raw, dtype=dtype, context_length=context_length, progress=progress)
+    spec = spec_of(folder, read_config(folder))
+    with open_weights(folder, spec, progress) as weights:
+        return Decoder(spec, weights, dtype=dtype, context_length=context_length)

@@ -7,7 +7,6 @@ parent's death.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -18,12 +17,14 @@ from typing import Final, NoReturn
 import zmq
 
 from fleet_contract.handoff import Hello
+from fleet_contract.logs import set_up_logging
 from fleet_contract.names import ROLE_DECODE
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.engine.base import Executor
 from fleet_runtime.engine.factory import make_executor
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
+from fleet_runtime.events.publisher import EventPublisher, Stream
 from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING, Board
 from fleet_runtime.scheduler.load import LoadPublisher, LoadReporter
 from fleet_runtime.scheduler.loop import Scheduler
@@ -32,14 +33,8 @@ from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
 
 log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG: Final = 1
 _IDLE_WAIT_S: Final = 0.25
 _HOLDING_WAIT_S: Final = 0.05  # while requests wait: their deadlines are looked at
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when the supervisor dies (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _terminate(_signal: int, _frame: object) -> NoReturn:
@@ -61,6 +56,7 @@ class SchedulerProcess:
         self._transfer = self._make_transfer(executor)
         self._mail = Mail(self._context, config.run_dir, incarnation, self._transfer.wake_fd)
         self._scheduler = Scheduler(self._flags, executor, self._mail, clock=time.monotonic, transfer=self._transfer)
+        self._events = self._make_events()
         self._reporter = LoadReporter(self._scheduler, incarnation=incarnation, clock=time.monotonic)
         self._info = self._describe(executor)
 
@@ -118,6 +114,18 @@ class SchedulerProcess:
         transfer.start()
         return transfer
 
+    def _make_events(self) -> EventPublisher:
+        stream = Stream(
+            host=self._flags.internal_host,
+            events_port=self._flags.events_port,
+            replay_port=self._flags.replay_port,
+            pod_uid=self._config.identity.pod_uid,
+            model_revision=self._config.model_revision,
+            incarnation=self._incarnation,
+            replay_batches=self._flags.replay_batches,
+        )
+        return EventPublisher(self._context, stream, self._scheduler.book.memory.tree)
+
     def _describe(self, executor: Executor) -> m.SchedulerInfo:
         return m.SchedulerInfo(
             kv_capacity_tokens=executor.layout.num_pages * executor.layout.page_size,
@@ -125,6 +133,8 @@ class SchedulerProcess:
             bootstrap_port=self._transfer.bootstrap_port,
             transfer_port=self._transfer.transfer_port,
             load_port=self._publisher.port,
+            events_port=self._events.events_port,
+            replay_port=self._events.replay_port,
             transfer_backends=["tcp"],
             profile=executor.profile,
         )
@@ -162,7 +172,8 @@ class SchedulerProcess:
                 pass  # Peers: the mail has taken it in
 
     def _publish(self) -> None:
-        """Heartbeat and load report, once per loop."""
+        """KV events, heartbeat and load report, once per loop."""
+        self._events.publish()
         scheduler = self._scheduler
         totals = scheduler.book.totals
         open_requests = len(scheduler.book.requests)
@@ -177,17 +188,17 @@ class SchedulerProcess:
         self._transfer.close()
         self._mail.close()
         self._publisher.close()
+        self._events.close()
         self._context.term()
 
 
 def main(argv: list[str]) -> int:
     """Runs the process; returns its exit status."""
     run_dir, incarnation = argv
-    die_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the supervisor ends us in order
     config = RuntimeConfig.read(run_dir)
-    logging.basicConfig(level=config.flags().log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s scheduler %(name)s: %(message)s")
+    set_up_logging(m.SCHEDULER, config.flags().log_level)
     board = Board.open(run_dir)
     row = board.row(m.SCHEDULER)
     row.set(phase=PHASE_STARTING, percent=0)

@@ -18,10 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleet_contract import names
 from fleet_contract.errors import CODE_ABORTED, NOT_FOUND, SERVER, ApiError
+from fleet_contract.logs import facts
 from fleet_contract.wire import RoutedHeaders, WireError, parse_routed_headers, split_ids_body
 from fleet_contract.worker import AbortAnswer, AbortRequest
-from fleet_runtime.logs import facts
 from fleet_runtime.server import validate
+from fleet_runtime.server.access import OPEN_PATHS, parse_origins, with_cors
 from fleet_runtime.server.body import ClientGone, parse_json, parse_object, read_body
 from fleet_runtime.server.health import look, not_live, not_ready
 from fleet_runtime.server.manager import ReqState
@@ -66,6 +67,8 @@ class Border:
 
         try:
             if not self._internal:
+                if self._state.keys is not None and scope["path"] not in OPEN_PATHS:
+                    self._state.keys.check(headers)
                 _refuse_internal_headers(headers)
             await self._app(scope, receive, answer)
         except ApiError as e:
@@ -80,6 +83,8 @@ def _error_response(error: ApiError, request_id: str) -> Response:
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413) or error.code == "draining":
         headers["connection"] = "close"
     return Response(error.body(request_id), error.status, headers, JSON_TYPE)
@@ -128,7 +133,8 @@ def create_app(state: HttpState, *, internal: bool) -> ASGIApp:
     _add_reading(app, state)
     if internal:
         _add_control(app, state)
-    return Border(app, state, internal=internal)
+    border = Border(app, state, internal=internal)
+    return border if internal else with_cors(border, parse_origins(state.flags.cors_origins))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -80,7 +80,8 @@ class _Transport:
             self._transport.close()
             return
         self._lingers = True
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS cannot close one direction alone
+            self._transport.write_eof()
         asyncio.get_running_loop().call_later(_LINGER_S, self._transport.close)
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from fleet_contract.errors import CODE_ABORTED, INVALID_REQUEST, OVERLOADED, SERVER, ApiError
+from fleet_contract.logs import facts
 from fleet_contract.wire import RoutedHeaders
 from fleet_runtime import messages as m
-from fleet_runtime.logs import facts
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Generator
@@ -21,14 +22,15 @@ import uvicorn
 import uvloop
 
 from fleet_contract.errors import ApiError
+from fleet_contract.logs import facts, set_up_logging
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
-from fleet_runtime.logs import facts, set_up_logging
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.priority import yield_to_engine
+from fleet_runtime.server.access import ApiKeys, check_tls_flags, renew_tls, tls_context
 from fleet_runtime.server.app import create_app
 from fleet_runtime.server.guard import Guard, protocol_class
 from fleet_runtime.server.state import HttpState, load_text_model
@@ -62,6 +64,9 @@ class HttpProcess:
         self._stop = asyncio.Event()
         self._introduced = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tls = check_tls_flags(flags)
+        if flags.api_key_file:
+            self.state.keys = ApiKeys(flags.api_key_file)
 
     async def run(self) -> None:
         """Until SIGTERM. Raises StartError."""
@@ -103,10 +108,17 @@ class HttpProcess:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
+            ssl_context_factory=(lambda _config, _default: self._new_tls_context()) if self._tls and not internal else None,
         )
         sock = socket.socket(fileno=fd)
         sock.setblocking(False)
         return _Server(config), sock
+
+    def _new_tls_context(self) -> ssl.SSLContext:
+        flags = self.state.flags
+        context = tls_context(flags.tls_cert_file, flags.tls_key_file)
+        self._background(renew_tls(context, flags.tls_cert_file, flags.tls_key_file))
+        return context
 
     def _background(self, coroutine: object) -> None:
         task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]

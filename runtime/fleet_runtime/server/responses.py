@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fleet_contract.errors import TIMEOUT, ApiError
+from fleet_contract.logs import facts
 from fleet_contract.worker import PrefillAnswer
 from fleet_runtime import messages as m
-from fleet_runtime.logs import facts
 from fleet_runtime.server.answers import error_event
 from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState

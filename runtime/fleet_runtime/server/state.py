@@ -15,6 +15,7 @@ from fleet_runtime.errors import StartError
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files, read_config
 from fleet_runtime.record import worker_record
+from fleet_runtime.server.access import ApiKeys
 from fleet_runtime.server.guard import Guard
 from fleet_runtime.server.health import look, not_ready
 from fleet_runtime.server.manager import TokenizerManager
@@ -54,6 +55,7 @@ class HttpState:
     mailbox: Mailbox
     guard: Guard
     metrics: Metrics = field(default_factory=Metrics)
+    keys: ApiKeys | None = None  # of the data port
     text: TextModel | None = None
     info: m.SchedulerInfo | None = None
     last_death: str = ""

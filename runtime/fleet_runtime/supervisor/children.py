@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.lifeline import before_exec
 from fleet_contract.worker import StartFailure, decode_start_failure
 from fleet_runtime import messages as m
 from fleet_runtime.config import mint_incarnation
@@ -23,8 +22,6 @@ MODULES: Final = {
     m.DETOKENIZER: "fleet_runtime.detokenizer.process",
     m.HTTP: "fleet_runtime.server.process",
 }
-_PR_SET_PDEATHSIG: Final = 1
-_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
@@ -74,18 +71,6 @@ def spawn(who: str, run_dir: str, *, fds: Sequence[int] = (), modules: Mapping[s
         stdin=subprocess.DEVNULL,
         pass_fds=tuple(fds),
         start_new_session=True,
-        preexec_fn=_before_exec(os.getpid()),
+        preexec_fn=before_exec(os.getpid()),
     )
     return Child(who, incarnation, process)
-
-
-def _before_exec(parent: int) -> Callable[[], None]:
-    """Runs in the child between fork and exec: only system calls, no locks, no imports."""
-
-    def prepare() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the supervisor died before prctl
-            os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, set())
-
-    return prepare

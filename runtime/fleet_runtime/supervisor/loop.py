@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from fleet_contract import names
+from fleet_contract.logs import facts
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
 from fleet_runtime.config import mint_incarnation
 from fleet_runtime.errors import EXIT_START_FAILED, StartError
-from fleet_runtime.logs import facts
 from fleet_runtime.record import worker_record
 from fleet_runtime.supervisor.children import MODULES, Child, read_failure, spawn
 from fleet_runtime.supervisor.facts import ENV_PODINFO_ANNOTATIONS, drain_seconds, read_text
@@ -86,7 +86,8 @@ class Supervisor:
         self._introduced: tuple[str, ...] = ()  # incarnations in the last Peers
         self._budget = SchedulerBudget()
         self._backoffs = {m.HTTP: Backoff(), m.DETOKENIZER: Backoff()}
-        self._stand_in = StandIn(prepared.sockets)
+        # Where the data port speaks TLS, its callers wait in the backlog: the stand-in has no certificate.
+        self._stand_in = StandIn(prepared.sockets[1:] if self._flags.tls_cert_file else prepared.sockets)
         self._started = time.monotonic()
         self._drain_deadline: float | None = None
         self._served = False  # all were ready once

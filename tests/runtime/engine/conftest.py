@@ -2,11 +2,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from fleet_runtime.engine.kv_pool import KvPool
 from fleet_runtime.engine.torch_executor import TorchExecutor
-from fleet_runtime.models.registry import load_model
+from fleet_testing.executors import torch_executor
 from fleet_testing.tiny_llama import make_llama
 
 # Shapes that a mistake in one of them would show: heads per KV head 3 and 1, tied and not, head size other than hidden / heads.
@@ -24,15 +22,6 @@ SHAPES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def executor_of(folder: Path, *, num_pages: int = 64, dtype: torch.dtype = torch.float32) -> TorchExecutor:
-    """An executor whose free pages are poisoned, so that any read of an unwritten number shows."""
-    torch.set_num_threads(2)
-    model = load_model(folder, dtype=dtype, context_length=512, progress=lambda _p, _t: None)
-    executor = TorchExecutor(model, KvPool(model.kv_shape, num_pages, dtype), slots=64)
-    executor.poison(range(num_pages))
-    return executor
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of one tiny model."""
@@ -44,12 +33,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_executor(tiny: Path) -> TorchExecutor:
     """For tests with many examples; each leaves all pages poisoned."""
-    return executor_of(tiny)
+    return torch_executor(tiny)
 
 
 @pytest.fixture
 def make_executor_of() -> Callable[..., TorchExecutor]:
-    return executor_of
+    return torch_executor
 
 
 @pytest.fixture(params=list(SHAPES))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,32 +14,13 @@ from hypothesis import strategies as st
 
 from fleet_runtime.engine.paged_attention import decode_groups
 from fleet_runtime.engine.torch_executor import TorchExecutor, profile_of
+from fleet_testing.executors import pages_for, random_ids, run, scrambled
 from fleet_testing.oracle import oracle_logits
 from fleet_testing.tiny_llama import Row, make_batch, make_llama, make_step
 
 Make = Callable[..., TorchExecutor]
 # Logits of the tiny models are around 10; float32 sums in another order differ by about 1e-5 of that.
 CLOSE = 2e-4
-
-
-def random_ids(n: int, seed: int = 0) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, 300, n)]
-
-
-def scrambled(n: int, seed: int = 0, num_pages: int = 64) -> list[int]:
-    return [int(p) for p in np.random.default_rng(seed).permutation(num_pages)[:n]]
-
-
-def pages_for(tokens: int) -> int:
-    return -(-tokens // 16)
-
-
-def run(executor: TorchExecutor, ids: list[int], pages: list[int], cuts: list[int]) -> dict[int, np.ndarray[Any, Any]]:
-    """Feeds a text in chunks that end at `cuts`; logits after each chunk, by position."""
-    out = {}
-    for start, end in zip([0, *cuts], cuts, strict=False):
-        out[end - 1] = executor.logits(make_batch([Row(ids, pages, start, end)]))[0]
-    return out
 
 
 def test_every_position_has_the_logits_of_transformers(tmp_path: Path, shape: dict[str, object], make_executor_of: Make) -> None:

@@ -316,7 +316,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path, flags: list[str], c
         assert words in runtime.text_of_log()
 
 
-@pytest.mark.parametrize("port", ["data", "internal", "load", "transfer"])
+@pytest.mark.parametrize("port", ["data", "internal", "load", "transfer", "events", "replay"])
 def test_a_taken_port_is_named(tmp_path: Path, port: str) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,35 +149,6 @@ def test_sigterm_ends_it_at_once_also_while_it_works(start: Start) -> None:
     wait_for(lambda: worker.pump() or answer.ids, "the request runs")
     worker.signal(signal.SIGTERM)
     assert worker.process.wait(5) == 0
-
-
-def test_it_dies_with_its_parent(tmp_path: Path) -> None:
-    worker = SchedulerProcess(tmp_path / "config", flags_of())  # only for its config files
-    worker.stop()
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import subprocess, sys, time\n"
-            f"p = subprocess.Popen([sys.executable, '-m', 'fleet_runtime.scheduler.process', {str(worker.run_dir)!r}, 'd' * 16])\n"
-            "print(p.pid, flush=True)\ntime.sleep(60)",
-        ],
-        stdout=subprocess.PIPE,
-    )
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    wait_for(lambda: worker.board.row(m.SCHEDULER).phase == PHASE_READY, "the child is up", 30)
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
-    wait_for(lambda: not _runs(child), "the child is gone")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_loading_shows_on_the_board_and_sigterm_ends_it(tmp_path: Path) -> None:

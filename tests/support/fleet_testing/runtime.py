@@ -46,7 +46,7 @@ class Runtime:
         self.log = folder / "log"
         module = "fleet_testing.fake_runtime" if fake else "fleet_runtime"
         defaults = {"model": "simulated://", "executor": "simulated", "host": "127.0.0.1", "internal-host": "127.0.0.1", "threads": "1"}
-        defaults |= {f"{p}-port": "0" for p in ("data", "internal", "bootstrap", "transfer", "load")}
+        defaults |= {f"{p}-port": "0" for p in ("data", "internal", "bootstrap", "transfer", "load", "events", "replay")}
         given = {f.split("=")[0].removeprefix("--") for f in flags if f.startswith("--")}
         argv = [f"--{k}={v}" for k, v in defaults.items() if k not in given]
         with self.log.open("wb") as log:

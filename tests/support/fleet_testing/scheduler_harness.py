@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from fleet_contract.launch import RuntimeLaunch
+from fleet_contract.lifeline import before_exec
 from fleet_contract.wire import encode_ids
 from fleet_contract.worker import Profile
 from fleet_runtime import messages as m
@@ -109,7 +110,16 @@ class Inbox:
 
 def flags_of(pages: int = 64, **fields: object) -> RuntimeLaunch:
     """Flags of a simulated worker with so many KV pages, all checks on, on loopback and free ports."""
-    ports = {"bootstrap_port": 0, "transfer_port": 0, "load_port": 0, "internal_host": "127.0.0.1", "data_port": 0, "internal_port": 0}
+    ports = {
+        "bootstrap_port": 0,
+        "transfer_port": 0,
+        "load_port": 0,
+        "events_port": 0,
+        "replay_port": 0,
+        "internal_host": "127.0.0.1",
+        "data_port": 0,
+        "internal_port": 0,
+    }
     given = {
         "model": "simulated://",
         "context_length": pages * 16,
@@ -202,7 +212,9 @@ class SchedulerProcess:
         self._detokenizer = self._bind(m.DETOKENIZER)
         self._stderr = (run_dir / "stderr").open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fleet_runtime.scheduler.process", str(run_dir), self.incarnation], stderr=self._stderr
+            [sys.executable, "-m", "fleet_runtime.scheduler.process", str(run_dir), self.incarnation],
+            stderr=self._stderr,
+            preexec_fn=before_exec(os.getpid()),
         )
         self._push = self._context.socket(zmq.PUSH)
         self._push.setsockopt(zmq.LINGER, 0)

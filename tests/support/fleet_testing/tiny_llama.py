@@ -8,30 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from fleet_runtime.engine.base import Sampling, StepInput, greedy
+from fleet_testing.tiny_models import make_model
 
 
-def make_llama(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> LlamaForCausalLM:
-    """Saves a random model and a word-per-id tokenizer; returns the model as transformers has it, float32."""
-    values: dict[str, Any] = {
-        "vocab_size": 300, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**values, **overrides})).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.copy_(1 + 0.2 * torch.randn_like(weight))
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    vocab = {f"w{i}": i for i in range(model.config.vocab_size)}
-    Tokenizer(models.WordLevel(vocab, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    return model
+def make_llama(folder: Path, **overrides: Any) -> PreTrainedModel:
+    """A random Llama with logits around 10; see `make_model`."""
+    return make_model(folder, "LlamaForCausalLM", **{"initializer_range": 0.3, **overrides})
 
 
 @dataclass

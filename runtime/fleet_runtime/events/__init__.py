@@ -1,0 +1,1 @@
+"""KV events: the stream that tells routers what this worker's prefix cache holds."""
