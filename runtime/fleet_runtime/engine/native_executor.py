@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.worker import Profile
-from fleet_runtime.engine.base import F32, POOL_NONE, KvLayout, Progress, Sampling, StepInput, StepOutput, TopLogprobs, greedy
+from fleet_runtime.engine.base import F32, POOL_NONE, Bools, KvLayout, Progress, Sampling, StepInput, StepOutput, TopLogprobs
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.engine.native.library import (
     BAD_PAGE,
@@ -38,7 +37,7 @@ from fleet_runtime.engine.native.library import (
     fitting,
     load_library,
 )
-from fleet_runtime.engine.profile import profile_of
+from fleet_runtime.engine.profile import measured
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.families import spec_of
 from fleet_runtime.models.files import read_config
@@ -50,12 +49,10 @@ _log = logging.getLogger(__name__)
 LAYOUT: Final = "layer-head-kpairs-vpairs"  # of a page: [layers][kv_heads]{K [head_dim / 2][16][2], V [8][head_dim][2]}
 _POISON: Final = 0x7FC0  # NaN in bfloat16
 _MAX_GROUP: Final = 256  # query heads per KV head
-_MEASURED_CHUNK: Final = 64  # tokens of the prefill that the profile is measured with
-_MEASURED_ROWS: Final = 8  # rows of its wider decode step
-_MEASURED_CONTEXT: Final = 1024  # context of its long decode step
 _NORMS: Final = frozenset("input_norm q_norm k_norm attention_post_norm mlp_norm mlp_post_norm final_norm".split())
 
 Array = npt.NDArray[Any]
+_T = TypeVar("_T")
 
 
 class Weights(Protocol):
@@ -151,15 +148,15 @@ class NativeExecutor:
     def step(self, batch: StepInput, sampling: Sampling) -> StepOutput:
         """See Executor.step."""
         self._pending = None
-        call = _StepCall(batch, self._spec.hidden_size)
-        draw = _SamplingCall(batch, call.failed, sampling)
+        call = _StepCall(batch, self._spec)
+        draw = _SamplingCall(batch, call.failed, sampling, self._spec.vocab_size)
         self._check(self._library.rf_step_and_sample(self._engine, ctypes.byref(call.desc), ctypes.byref(draw.desc)), batch)
         return _output(call, draw)
 
     def forward(self, batch: StepInput) -> None:
         """See Executor.forward."""
         self._pending = None
-        call = _StepCall(batch, self._spec.hidden_size)
+        call = _StepCall(batch, self._spec)
         self._check(self._library.rf_forward(self._engine, ctypes.byref(call.desc)), batch)
         self._pending = batch, call
 
@@ -167,7 +164,7 @@ class NativeExecutor:
         """See Executor.sample."""
         assert self._pending is not None, "sample without forward"
         (batch, call), self._pending = self._pending, None
-        draw = _SamplingCall(batch, call.failed, sampling)
+        draw = _SamplingCall(batch, call.failed, sampling, self._spec.vocab_size)
         self._check(self._library.rf_sample(self._engine, ctypes.byref(draw.desc)), batch)
         return _output(call, draw)
 
@@ -204,29 +201,9 @@ class NativeExecutor:
 
     def warm_up(self, *, max_step_tokens: int, max_rows: int, context_length: int) -> None:
         """Runs a chunk and a few decode steps, which measures the profile; the pages are as new afterwards."""
-        room = min(self.layout.num_pages * PAGE_SIZE, context_length)
-        chunk, context = min(max_step_tokens, _MEASURED_CHUNK, room), min(_MEASURED_CONTEXT, room)
-        rows = max(1, min(max_rows, _MEASURED_ROWS, self.layout.num_pages))
-        self.step(*trial(rows=1, tokens=1))  # touches the weights
-        self._profile = profile_of(
-            chunk=chunk,
-            rows=rows,
-            context=context,
-            chunk_s=self._time(trial(rows=1, tokens=chunk)),
-            one_s=self._time(trial(rows=1, tokens=1)),
-            rows_s=self._time(trial(rows=rows, tokens=1)),
-            context_s=self._time(trial(rows=1, tokens=1, context=context)),
-        )
+        limits = {"max_step_tokens": max_step_tokens, "max_rows": max_rows, "context_length": context_length}
+        self._profile = measured(self.step, num_pages=self.layout.num_pages, **limits)
         self._library.rf_forget(self._engine)
-
-    def _time(self, measured: tuple[StepInput, Sampling]) -> float:
-        """Seconds of the faster of two runs."""
-        best = math.inf
-        for _ in range(2):
-            start = time.perf_counter()
-            self.step(*measured)
-            best = min(best, time.perf_counter() - start)
-        return best
 
     def _load(self, weights: Weights) -> None:
         for layer, number, name in weight_names(self._spec):
@@ -314,13 +291,13 @@ def _describe(spec: ModelSpec, *, slots: int, int8: bool) -> ModelDesc:
 class _StepCall:
     """The arguments of one forward, and the arrays its results come in. Keeps all of them alive."""
 
-    def __init__(self, batch: StepInput, hidden: int) -> None:
+    def __init__(self, batch: StepInput, spec: ModelSpec) -> None:
         rows, tokens = len(batch.context_lens), len(batch.token_ids)
         i32 = np.int32
         self.failed = np.zeros(rows, np.uint8)
         self.pool = fitting(batch.pool, np.int8)
-        self.pooled = None if batch.pool is None else np.zeros((int((batch.pool != POOL_NONE).sum()), hidden), np.float32)
-        self.places = _Places(batch)
+        self.pooled = None if batch.pool is None else np.zeros((int((batch.pool != POOL_NONE).sum()), spec.hidden_size), np.float32)
+        self.places = _Places(batch, spec.vocab_size)
         self._arrays = {
             "token_ids": fitting(batch.token_ids, i32),
             "positions": fitting(batch.positions, i32),
@@ -346,13 +323,13 @@ class _StepCall:
 class _Places:
     """Where prompt logprobs are wanted: each new token of an asking row that has a next one."""
 
-    def __init__(self, batch: StepInput) -> None:
+    def __init__(self, batch: StepInput, vocab: int) -> None:
         self.count = 0
         self.wanted: list[tuple[int, int]] = []  # (row, k)
         if batch.prompt_logprobs is None or not (batch.prompt_logprobs >= 0).any():
             return
         assert batch.next_ids is not None
-        self._k = fitting(batch.prompt_logprobs, np.int32)
+        self._k = fitting(np.minimum(batch.prompt_logprobs, vocab), np.int32)
         self._next = fitting(batch.next_ids, np.int32)
         assert self._k is not None and self._next is not None
         of_token = np.concatenate([[0], np.cumsum(self._next >= 0)])
@@ -385,20 +362,18 @@ class _Places:
         out = {}
         for row, k in self.wanted:
             place, top = slice(self._starts[row], self._starts[row + 1]), slice(self._tops[row], self._tops[row + 1])
-            out[row] = TopLogprobs(self._chosen[place], self._ids[top].reshape(-1, k), self._values[top].reshape(-1, k))
-            if k == 0:
-                count = int(self._starts[row + 1] - self._starts[row])
-                out[row] = TopLogprobs(self._chosen[place], np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32))
+            count = int(self._starts[row + 1] - self._starts[row])
+            out[row] = TopLogprobs(self._chosen[place], self._ids[top].reshape(count, k), self._values[top].reshape(count, k))
         return out
 
 
 class _SamplingCall:
     """The arguments of one draw, and the arrays its results come in. Keeps all of them alive."""
 
-    def __init__(self, batch: StepInput, failed: npt.NDArray[np.uint8], sampling: Sampling) -> None:
+    def __init__(self, batch: StepInput, failed: npt.NDArray[np.uint8], sampling: Sampling, vocab: int) -> None:
         self.rows = np.flatnonzero(batch.sample)
         self.tokens = np.zeros(len(batch.sample), np.int32)
-        self.k = fitting(sampling.logprobs, np.int32)
+        self.k = None if sampling.logprobs is None else fitting(np.minimum(sampling.logprobs, vocab), np.int32)
         asked = np.zeros(len(self.rows), np.int32) if self.k is None else np.maximum(self.k, 0)
         self.tops = np.concatenate([[0], np.cumsum(asked)]).astype(np.int64)
         self.chosen = np.zeros(len(self.rows), np.float32)
@@ -447,29 +422,16 @@ class _SamplingCall:
         return out
 
 
+def _of_good(found: dict[int, _T], failed: Bools) -> dict[int, _T]:
+    return {row: value for row, value in found.items() if not failed[row]}
+
+
 def _output(call: _StepCall, draw: _SamplingCall) -> StepOutput:
     pooled = {}
     if call.pool is not None and call.pooled is not None:
         pooled = {int(row): call.pooled[i] for i, row in enumerate(np.flatnonzero(call.pool != POOL_NONE))}
-    return StepOutput(
-        tokens=draw.tokens, failed=call.failed.view(np.bool_), logprobs=draw.logprobs(), prompt_logprobs=call.places.results(), pooled=pooled
-    )
-
-
-def trial(*, rows: int, tokens: int, context: int = 0) -> tuple[StepInput, Sampling]:
-    """A greedy step of `rows` rows with `tokens` new tokens each; all rows end at `context` if that is more. Rows have pages of their own."""
-    context = max(context, tokens)
-    pages = -(-context // PAGE_SIZE)
-    step = StepInput(
-        token_ids=np.zeros(rows * tokens, np.int32),
-        positions=np.tile(np.arange(context - tokens, context, dtype=np.int32), rows),
-        row_starts=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens),
-        context_lens=np.full(rows, context, np.int32),
-        page_tables=np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
-        sample=np.ones(rows, np.bool_),
-        slots=np.arange(rows, dtype=np.int32),
-    )
-    return step, greedy(rows)
+    failed = call.failed.view(np.bool_)
+    return StepOutput(draw.tokens, failed, _of_good(draw.logprobs(), failed), _of_good(call.places.results(), failed), _of_good(pooled, failed))
 
 
 def load_native_executor(flags: RuntimeLaunch, folder: Path, threads: int, progress: Progress) -> NativeExecutor:
@@ -503,4 +465,4 @@ def load_native_executor(flags: RuntimeLaunch, folder: Path, threads: int, progr
     return executor
 
 
-__all__ = ["LAYOUT", "NativeExecutor", "NoLibrary", "Weights", "load_native_executor", "refusal_of", "trial"]
+__all__ = ["LAYOUT", "NativeExecutor", "NoLibrary", "Weights", "load_native_executor", "refusal_of"]

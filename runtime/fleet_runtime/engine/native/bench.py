@@ -1,6 +1,6 @@
 """Times steps of the native executor: rows x context -> milliseconds and tokens a second. Nothing of a server is in it.
 
-    python -m fleet_runtime.engine.native.bench [--model DIR] [--rows 1,8,32] [--context 128,1024] [--prefill 512] [--weight-dtype int8]
+python -m fleet_runtime.engine.native.bench [--model DIR] [--rows 1,8,32] [--context 128,1024] [--prefill 512] [--weight-dtype int8]
 """
 
 from __future__ import annotations

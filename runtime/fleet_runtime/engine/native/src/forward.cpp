@@ -262,6 +262,8 @@ class Step {
         norm_row(e_.x.data() + static_cast<size_t>(t) * static_cast<size_t>(e_.hp), e_.final_norm, e_.d.hidden, e_.d.norm_eps, f);
         for (int i = 0; i < e_.d.hidden; i++) out[i] += f[i];
       }
+      for (int i = 0; i < e_.d.hidden; i++)
+        if (!std::isfinite(out[i])) __atomic_store_n(s_.failed + r, 1, __ATOMIC_RELAXED);
     });
   }
 
@@ -291,7 +293,8 @@ class Step {
       turn_.share(kSample, count, 1, [&](int64_t i, int64_t) {
         int place = begin + static_cast<int>(i), token = e_.place_tokens[static_cast<size_t>(place)], row = e_.row_of[static_cast<size_t>(token)], k = s_.prompt_logprobs[row];
         int64_t top = s_.top_starts[row] + (place - s_.place_starts[row]) * k;
-        top_logprobs(e_.place_logits.data() + static_cast<size_t>(i) * ld, e_.d.vocab, s_.next_ids[token], k, s_.chosen + place, s_.top_ids + top, s_.top_values + top, mine_.indices);
+        bool good = top_logprobs(e_.place_logits.data() + static_cast<size_t>(i) * ld, e_.d.vocab, s_.next_ids[token], k, s_.chosen + place, s_.top_ids + top, s_.top_values + top, mine_.indices);
+        if (!good) __atomic_store_n(s_.failed + row, 1, __ATOMIC_RELAXED);
       });
     }
   }

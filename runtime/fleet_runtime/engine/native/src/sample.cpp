@@ -10,6 +10,7 @@ namespace rf {
 namespace {
 
 constexpr float kGreedyBelow = 1e-6f;
+constexpr float kLowestLogprob = -9999.0f;  // JSON has no infinity
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
 uint64_t mix64(uint64_t x) {  // the finalizer of SplitMix64
@@ -47,7 +48,8 @@ void change(float* logits, int vocab, const rf_sampling& s, int row) {
   if (s.mask_rows != nullptr && s.mask_rows[row] >= 0) {
     const uint32_t* words = s.masks + static_cast<size_t>(s.mask_rows[row]) * static_cast<size_t>(s.mask_words);
     const V never = vset(-INFINITY);
-    for (int i = 0; i < vocab; i += 16) vstore(logits + i, vselect(bits((words[i / 32] >> (i % 32)) & 0xffffu), vload(logits + i), never));
+    for (int i = 0; i < vocab; i += 16)
+      vstore(logits + i, vselect(bits(i / 32 < s.mask_words ? (words[i / 32] >> (i % 32)) & 0xffffu : 0), vload(logits + i), never));
   }
 }
 
@@ -160,8 +162,7 @@ bool top_logprobs(float* logits, int vocab, int chosen, int k, float* chosen_out
     return false;
   }
   double total = log_sum(logits, n, highest);
-  *chosen_out = static_cast<float>(static_cast<double>(logits[chosen]) - total);
-  k = std::min(k, vocab);
+  *chosen_out = std::max(static_cast<float>(static_cast<double>(logits[chosen]) - total), kLowestLogprob);
   if (k == 0) return true;
   Cut cut = cut_at(CountOf{logits, n}, k, highest, space);
   space.clear();
@@ -178,7 +179,7 @@ bool top_logprobs(float* logits, int vocab, int chosen, int k, float* chosen_out
     }
   for (int i = 0; i < k; i++) {
     ids[i] = space[static_cast<size_t>(i)];
-    values[i] = static_cast<float>(static_cast<double>(logits[ids[i]]) - total);
+    values[i] = std::max(static_cast<float>(static_cast<double>(logits[ids[i]]) - total), kLowestLogprob);
   }
   return true;
 }
@@ -191,6 +192,7 @@ void sample_row(Engine& e, const rf_sampling& s, int row, int thread) {
   int k = s.logprobs != nullptr ? s.logprobs[row] : -1;
   int token = 0;
   close_row(logits, vocab);
+  if (!(greatest(logits, n) < INFINITY)) __atomic_store_n(s.failed + step_row, 1, __ATOMIC_RELAXED);  // before a mask can hide it
   if (!s.failed[step_row]) {
     change(logits, vocab, s, row);
     close_row(logits, vocab);
@@ -211,9 +213,10 @@ void sample_row(Engine& e, const rf_sampling& s, int row, int thread) {
       token = draw(logits, n, highest, temperature, least, cut, s.seed[row], e.drawn.position[at]);
     }
   }
-  s.tokens[step_row] = token;
-  e.relay[static_cast<size_t>(e.drawn.slot[at])] = token;
-  if (k >= 0) top_logprobs(logits, vocab, token, k, s.chosen + row, s.top_ids + s.top_starts[row], s.top_values + s.top_starts[row], mine.indices);
+  const bool failed = s.failed[step_row] != 0;
+  s.tokens[step_row] = failed ? 0 : token;
+  e.relay[static_cast<size_t>(e.drawn.slot[at])] = failed ? INT32_MIN : token;
+  if (k >= 0 && !failed) top_logprobs(logits, vocab, token, k, s.chosen + row, s.top_ids + s.top_starts[row], s.top_values + s.top_starts[row], mine.indices);
 }
 
 }  // namespace rf
