@@ -96,11 +96,12 @@ def test_equal_logits_go_to_the_lowest_id(folder: Path, make_native: Make) -> No
         sampling.temperature[1:] = [0.5, 1.0, 2.0]
         sampling.top_k[:] = top_k
         sampling.top_p[2:] = 0.5
-        sampling.logprobs = np.full(4, 20, np.int32)
         sampling.bias_starts = (np.arange(5) * VOCAB).astype(np.int32)
         sampling.bias_ids = np.tile(np.arange(VOCAB), 4).astype(np.int32)
         sampling.bias_values = np.full(4 * VOCAB, 1e9, np.float32)  # float32 has no digits left for what was there
         compare(executor, sampling, batch)
+        sampling.logprobs = np.full(4, 20, np.int32)
+        assert all(found.ids.tolist() == [list(range(20))] for found in executor.step(batch, sampling).logprobs.values())
 
 
 def test_few_tokens_that_may_be_drawn(folder: Path, make_native: Make) -> None:

@@ -22,6 +22,7 @@ const AttentionTiles kAttentionTiles = {{RF_ALL(RF_ROW)}, {RF_ALL(RF_VALUE)}, {R
 
 namespace {
 
+constexpr int kAhead = 2;      // pages whose keys are fetched ahead
 constexpr int kTileRows = 48;  // query rows that share the loads of a segment
 
 int first_segment(int window, int position) {
@@ -121,12 +122,21 @@ void weigh(const Act* p, const bf16* const* values, int rows, int pages, int hea
   }
 }
 
-void score(const Act* q, const bf16* const* keys, int rows, int pages, int head_dim, float* scores) {
+// next: a page of the segment after this one.
+void score(const Act* q, const bf16* const* keys, const bf16* const* values, const bf16* next, int rows, int pages, int head_dim, float* scores) {
   int tiles = (rows + kMaxRows - 1) / kMaxRows;
   for (int t = 0; t < tiles; t++) {
     int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
     const Act* qr = q + static_cast<size_t>(row) * static_cast<size_t>(head_dim);
-    for (int i = 0; i < pages; i += 2) kAttentionTiles.score[count - 1][pages - i > 1](qr, keys + i, head_dim, scores + row * kSegment + i * kPage);
+    for (int i = 0; i < pages; i += 2) {
+      const int more = pages - i > 1;
+      const bf16* soon[4];
+      for (int c = 0; c <= more; c++) {
+        soon[c] = i + kAhead + c < pages ? keys[i + kAhead + c] : next;
+        soon[1 + more + c] = values[i + c];
+      }
+      kAttentionTiles.score[count - 1][more](qr, keys + i, soon, head_dim, scores + row * kSegment + i * kPage);
+    }
   }
 }
 
@@ -271,7 +281,7 @@ void attend(Engine& e, const rf_step& step, int layer_index, Plan& plan, const A
       keys[i] = e.kv_block(table[base / kPage + i], layer_index, item.head);
       values[i] = keys[i] + kPage * dim;
     }
-    score(q, keys, rows, pages, dim, scores);
+    score(q, keys, values, s + 1 < item.last ? e.kv_block(table[(s + 1) * (kSegment / kPage)], layer_index, item.head) : keys[pages - 1], rows, pages, dim, scores);
     for (int r = 0; r < rows; r++) {
       int position = lowest + r / e.groups, low = layer.window > 0 ? std::max(0, position - layer.window + 1) : 0;
       soften(scores + r * kSegment, p + r * kSegment, pages, base, low, position, e.d.attention_softcap, highest + r, sum + r);

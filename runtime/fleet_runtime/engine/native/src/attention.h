@@ -5,16 +5,18 @@
 
 namespace rf {
 
-// Scores of R rows against the 16 tokens of each of C pages. keys: [head_dim / 2][16][2] each.
-using ScoreTile = void (*)(const Act* q, const bf16* const* keys, int head_dim, float* scores);
+// Scores of R rows against the 16 tokens of each of C pages. keys: [head_dim / 2][16][2] each. soon: keys and values that will be read next;
+// pages lie anywhere, so the processor does not find them by itself.
+using ScoreTile = void (*)(const Act* q, const bf16* const* keys, const bf16* const* soon, int head_dim, float* scores);
 template <int R, int C>
-void score_tile(const Act* q, const bf16* const* keys, int head_dim, float* scores) {
+void score_tile(const Act* q, const bf16* const* keys, const bf16* const* soon, int head_dim, float* scores) {
   V acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = vzero();
   for (int i = 0; i < head_dim; i += 2) {
     Weights k[C];
     for (int c = 0; c < C; c++) k[c] = wload(keys[c] + static_cast<size_t>(i) * kPage);
+    for (int c = 0; c < 2 * C; c++) _mm_prefetch(soon[c] + static_cast<size_t>(i) * kPage, _MM_HINT_T0);
     for (int r = 0; r < R; r++) {
       Pair x = pair(q + static_cast<size_t>(r) * static_cast<size_t>(head_dim) + i);
       for (int c = 0; c < C; c++) acc[r][c] = dot2(acc[r][c], k[c], x);
