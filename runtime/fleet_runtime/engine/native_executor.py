@@ -79,6 +79,8 @@ def refusal_of(spec: ModelSpec) -> str | None:
 class NativeExecutor:
     """See engine.base.Executor. Owns the library's engine: weights, pages, threads."""
 
+    _engine: int | None = None
+
     def __init__(
         self, spec: ModelSpec, weights: Weights, *, num_pages: int, slots: int, threads: int, int8: bool = False, level: str | None = None
     ) -> None:
@@ -88,7 +90,6 @@ class NativeExecutor:
         """
         if (why := refusal_of(spec)) is not None:
             raise StartError("ModelInvalid", f"{why}; take --executor torch")
-        self._engine: int | None = None
         self._library, self.level = load_library(level)
         self._spec = spec
         self._profile = Profile()
