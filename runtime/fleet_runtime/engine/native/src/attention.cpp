@@ -22,7 +22,7 @@ const AttentionTiles kAttentionTiles = {{RF_ALL(RF_ROW)}, {RF_ALL(RF_VALUE)}, {R
 
 namespace {
 
-constexpr int kAhead = 2;      // pages whose keys are fetched ahead
+constexpr int kAhead = 4;      // pages whose keys are fetched ahead, into the second cache: more of them are under way at once there
 constexpr int kTileRows = 48;  // query rows that share the loads of a segment
 
 int first_segment(int window, int position) {

@@ -16,7 +16,7 @@ void score_tile(const Act* q, const bf16* const* keys, const bf16* const* soon, 
   for (int i = 0; i < head_dim; i += 2) {
     Weights k[C];
     for (int c = 0; c < C; c++) k[c] = wload(keys[c] + static_cast<size_t>(i) * kPage);
-    for (int c = 0; c < 2 * C; c++) _mm_prefetch(soon[c] + static_cast<size_t>(i) * kPage, _MM_HINT_T0);
+    for (int c = 0; c < 2 * C; c++) _mm_prefetch(soon[c] + static_cast<size_t>(i) * kPage, _MM_HINT_T1);
     for (int r = 0; r < R; r++) {
       Pair x = pair(q + static_cast<size_t>(r) * static_cast<size_t>(head_dim) + i);
       for (int c = 0; c < C; c++) acc[r][c] = dot2(acc[r][c], k[c], x);
