@@ -122,20 +122,21 @@ void weigh(const Act* p, const bf16* const* values, int rows, int pages, int hea
   }
 }
 
-// next: a page of the segment after this one.
-void score(const Act* q, const bf16* const* keys, const bf16* const* values, const bf16* next, int rows, int pages, int head_dim, float* scores) {
+// soon(i): keys of the page that is i pages after the first of these.
+template <class Soon>
+void score(const Act* q, const bf16* const* keys, const bf16* const* values, const Soon& soon, int rows, int pages, int head_dim, float* scores) {
   int tiles = (rows + kMaxRows - 1) / kMaxRows;
   for (int t = 0; t < tiles; t++) {
     int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
     const Act* qr = q + static_cast<size_t>(row) * static_cast<size_t>(head_dim);
     for (int i = 0; i < pages; i += 2) {
       const int more = pages - i > 1;
-      const bf16* soon[4];
+      const bf16* fetch[4];
       for (int c = 0; c <= more; c++) {
-        soon[c] = i + kAhead + c < pages ? keys[i + kAhead + c] : next;
-        soon[1 + more + c] = values[i + c];
+        fetch[c] = soon(i + kAhead + c);
+        fetch[1 + more + c] = values[i + c];
       }
-      kAttentionTiles.score[count - 1][more](qr, keys + i, soon, head_dim, scores + row * kSegment + i * kPage);
+      kAttentionTiles.score[count - 1][more](qr, keys + i, fetch, head_dim, scores + row * kSegment + i * kPage);
     }
   }
 }
@@ -272,6 +273,7 @@ void attend(Engine& e, const rf_step& step, int layer_index, Plan& plan, const A
 
   const int* table = step.page_tables + static_cast<size_t>(item.row) * static_cast<size_t>(step.table_width);
   const int lowest = step.positions[item.token], top = lowest + item.tokens - 1;
+  const int beyond = std::min(item.last * kSegment, top + 1 + kPage - 1) / kPage;  // the first page that is not this item's
   for (int s = item.first; s < item.last; s++) {
     int begin = s * kSegment, end = std::min(begin + kSegment, top + 1);
     if (layer.window > 0) begin = std::max(begin, lowest - layer.window + 1);
@@ -281,7 +283,14 @@ void attend(Engine& e, const rf_step& step, int layer_index, Plan& plan, const A
       keys[i] = e.kv_block(table[base / kPage + i], layer_index, item.head);
       values[i] = keys[i] + kPage * dim;
     }
-    score(q, keys, values, s + 1 < item.last ? e.kv_block(table[(s + 1) * (kSegment / kPage)], layer_index, item.head) : keys[pages - 1], rows, pages, dim, scores);
+    const int from = base / kPage;
+    auto soon = [&](int i) {  // beyond this item's pages: those of the head that follows, which is most often the next item
+      int page = from + i;
+      if (page < beyond) return static_cast<const bf16*>(e.kv_block(table[page], layer_index, item.head));
+      page = std::min(beyond - 1, item.first * (kSegment / kPage) + page - beyond);
+      return static_cast<const bf16*>(e.kv_block(table[page], layer_index, std::min(item.head + 1, e.d.kv_heads - 1)));
+    };
+    score(q, keys, values, soon, rows, pages, dim, scores);
     for (int r = 0; r < rows; r++) {
       int position = lowest + r / e.groups, low = layer.window > 0 ? std::max(0, position - layer.window + 1) : 0;
       soften(scores + r * kSegment, p + r * kSegment, pages, base, low, position, e.d.attention_softcap, highest + r, sum + r);

@@ -43,6 +43,10 @@ void tile_bf16(const bf16* w, size_t panel, const Act* x, size_t ld, int k, floa
   for (int i = 0; i < k; i += 2) {
     Weights v[NB * 2];
     for (int c = 0; c < NB * 2; c++) v[c] = wload(w + static_cast<size_t>(c / 2) * panel + static_cast<size_t>(i) * 32 + static_cast<size_t>(c % 2) * 32);
+    if constexpr (M > 1) {  // the panel after this one, which the processor does not find while it walks the rows
+      _mm_prefetch(w + panel + static_cast<size_t>(i) * 32, _MM_HINT_T1);
+      _mm_prefetch(w + panel + static_cast<size_t>(i) * 32 + 32, _MM_HINT_T1);
+    }
     for (int m = 0; m < M; m++) {
       Pair p = pair(x + static_cast<size_t>(m) * ld + i);
       for (int c = 0; c < NB * 2; c++) acc[m][c] = dot2(acc[m][c], v[c], p);
