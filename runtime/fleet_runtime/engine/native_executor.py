@@ -344,7 +344,7 @@ class _Places:
         self._ids = np.zeros(int(self._tops[-1]), np.int32)
         self._values = np.zeros(int(self._tops[-1]), np.float32)
 
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, Array | None]:
         """By the names of rf_step."""
         if not self.wanted:
             return {}
@@ -356,7 +356,7 @@ class _Places:
             "chosen": self._chosen,
             "top_ids": self._ids,
             "top_values": self._values,
-        }  # type: ignore[dict-item]
+        }
 
     def results(self) -> dict[int, TopLogprobs]:
         """By row."""

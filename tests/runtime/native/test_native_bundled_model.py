@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 TEXTS = [
     "The water cycle describes how water moves between the ground, the oceans and the air. The sun warms the surface of the sea, and water rises "
     "as vapour. High above the ground the vapour cools and becomes clouds; from clouds it falls as rain or snow, and rivers carry it back.",
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n\nprint([fibonacci(i) for i in range(10)])\n",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n\nprint([fibonacci(i) for i in range(9)])\n",
     "<|im_start|>user\nWhat is the capital of France, and what is it known for?<|im_end|>\n<|im_start|>assistant\nThe capital of France is Paris. "
     "It is known for the Eiffel Tower, the Louvre and its food.<|im_end|>\n",
 ]  # fmt: skip

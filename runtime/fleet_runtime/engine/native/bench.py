@@ -44,7 +44,7 @@ def measure(executor: NativeExecutor, *, rows: int, new: int, context: int, temp
     sampling: Sampling = greedy(rows)
     sampling.temperature[:] = temperature
     sampling.top_p[:] = top_p
-    seconds = []
+    seconds: list[float] = []
     end = time.perf_counter() + _SECONDS
     while len(seconds) < 3 or (len(seconds) < _STEPS and time.perf_counter() < end):
         start = time.perf_counter()

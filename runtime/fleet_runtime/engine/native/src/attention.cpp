@@ -14,7 +14,7 @@ namespace rf {
 #define RF_WIDTH(R) wide_values<R>()
 #define RF_VALUE1(R) value_tile<R, 1>
 #if defined(__AVX512F__)
-#define RF_ALL(F) F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12)
+#define RF_ALL(F) F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8)
 #else
 #define RF_ALL(F) F(1), F(2), F(3)
 #endif

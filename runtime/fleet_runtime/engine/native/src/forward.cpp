@@ -141,7 +141,7 @@ class Step {
   template <class Get, class Done>
   void multiply_shared(Kind kind, const Matrix& w, int rows, const Get& get, const Done& done) {
     int piece = std::max(1, w.panels / (e_.pool.threads() * 12));
-    if (rows == 1) piece = (piece + kWide - 1) / kWide * kWide;
+    if (rows == 1) piece = (piece + 1) / 2 * 2;
     turn_.share(kind, w.panels, piece, [&](int64_t begin, int64_t end) { multiply(w, static_cast<int>(begin), static_cast<int>(end), get(), rows, done); });
   }
 

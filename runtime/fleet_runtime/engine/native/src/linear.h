@@ -87,40 +87,52 @@ void tile_int8(const Matrix& w, int panel, const Rows& x, int row, float* out) {
     for (int c = 0; c < NB * 2; c++) vstore(out + m * NB * 32 + c * 16, vmul(sum[m][c], vload(w.scale + static_cast<size_t>(panel) * 32 + c * 16)));
 }
 
-// By rows - 1; the wide ones take several panels at once for one row, whose chains alone would not fill the pipeline.
+#if defined(__AVX512F__)
+constexpr int kMaxRowsInt8 = 6;  // each output has an integer and a float sum
+#else
+constexpr int kMaxRowsInt8 = 1;
+#endif
+
+// By rows - 1; the wide ones take 2 and 4 panels at once for one row, whose chains alone would not fill the pipeline.
 struct Tiles {
   TileBf16 bf16[kMaxRows];
-  TileInt8 int8[kMaxRows];
-  TileBf16 wide_bf16;  // one row
-  TileInt8 wide_int8;
+  TileInt8 int8[kMaxRowsInt8];
+  TileBf16 wide_bf16[2];
+  TileInt8 wide_int8[2];
 };
-constexpr int kWide = 2;  // panels at once
 extern const Tiles kTiles;
+
+// One row: several panels at once as long as there are so many. Returns the first panel that is left.
+template <class Done>
+int multiply_one(const Matrix& w, int begin, int end, const Rows& x, const Done& done) {
+  alignas(64) float tile[4 * kPanel];
+  const size_t stride = static_cast<size_t>(w.kp) * kPanel;
+  for (int size = 1; size >= 0; size--) {
+    const int wide = size == 1 ? 4 : 2;
+    for (; begin + wide <= end; begin += wide) {
+      if (w.int8)
+        kTiles.wide_int8[size](w, begin, x, 0, tile);
+      else
+        kTiles.wide_bf16[size](reinterpret_cast<const bf16*>(w.data) + static_cast<size_t>(begin) * stride, stride, x.act, x.ld, w.kp, tile);
+      for (int b = 0; b < wide; b++) done(tile + b * kPanel, 1, 0, begin + b);
+    }
+  }
+  return begin;
+}
 
 // Computes panels [begin, end) for `rows` rows; `done(tile, rows, row, panel)` takes a tile [rows][32] of sums.
 template <class Done>
 void multiply(const Matrix& w, int begin, int end, const Rows& x, int rows, const Done& done) {
-  alignas(64) float tile[kMaxRows * 32 * kWide];
-  const bf16* data = reinterpret_cast<const bf16*>(w.data);
-  size_t stride = static_cast<size_t>(w.kp) * kPanel;
-  int p = begin;
-  if (rows == 1) {
-    for (; p + kWide <= end; p += kWide) {
-      if (w.int8)
-        kTiles.wide_int8(w, p, x, 0, tile);
-      else
-        kTiles.wide_bf16(data + static_cast<size_t>(p) * stride, stride, x.act, x.ld, w.kp, tile);
-      for (int b = 0; b < kWide; b++) done(tile + b * 32, 1, 0, p + b);
-    }
-  }
-  int tiles = (rows + kMaxRows - 1) / kMaxRows;
-  for (; p < end; p++) {
+  alignas(64) float tile[kMaxRows * kPanel];
+  const int most = w.int8 ? kMaxRowsInt8 : kMaxRows, tiles = (rows + most - 1) / most;
+  for (int p = rows == 1 ? multiply_one(w, begin, end, x, done) : begin; p < end; p++) {
+    const size_t stride = static_cast<size_t>(w.kp) * kPanel;
     for (int t = 0; t < tiles; t++) {
       int row = static_cast<int>(static_cast<int64_t>(rows) * t / tiles), count = static_cast<int>(static_cast<int64_t>(rows) * (t + 1) / tiles) - row;
       if (w.int8)
         kTiles.int8[count - 1](w, p, x, row, tile);
       else
-        kTiles.bf16[count - 1](data + static_cast<size_t>(p) * stride, stride, x.act + static_cast<size_t>(row) * x.ld, x.ld, w.kp, tile);
+        kTiles.bf16[count - 1](reinterpret_cast<const bf16*>(w.data) + static_cast<size_t>(p) * stride, stride, x.act + static_cast<size_t>(row) * x.ld, x.ld, w.kp, tile);
       done(tile, count, row, p);
     }
   }
