@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 TEXTS = [
     "The water cycle describes how water moves between the ground, the oceans and the air. The sun warms the surface of the sea, and water rises "
     "as vapour. High above the ground the vapour cools and becomes clouds; from clouds it falls as rain or snow, and rivers carry it back.",
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n\nprint([fibonacci(i) for i in range(9)])\n",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n\nprint(fibonacci(9))\n",
     "<|im_start|>user\nWhat is the capital of France, and what is it known for?<|im_end|>\n<|im_start|>assistant\nThe capital of France is Paris. "
     "It is known for the Eiffel Tower, the Louvre and its food.<|im_end|>\n",
 ]  # fmt: skip
@@ -56,11 +56,10 @@ def judged(executor: NativeExecutor, ids: list[int]) -> tuple[npt.NDArray[np.int
 
 def test_bfloat16_and_int8_agree_with_float32(folder: Path, texts: list[list[int]], make_native: Callable[..., NativeExecutor], level: str) -> None:
     expected = [oracle_logits(folder, ids)[:-1].argmax(-1).numpy() for ids in texts]
-    bf16 = [judged(make_native(folder, level=level), ids) for ids in texts]
-    int8 = [judged(make_native(folder, level=level, int8=True), ids) for ids in texts]
+    executors = {int8: make_native(folder, level=level, int8=int8, num_pages=16) for int8 in (False, True)}
+    bf16, int8 = ([judged(executors[kind], ids) for ids in texts] for kind in (False, True))
     right = {name: np.concatenate([a == e for (a, _), e in zip(got, expected, strict=True)]).mean() for name, got in (("bf16", bf16), ("int8", int8))}
     perplexity = {name: np.exp(-np.concatenate([p for _, p in got]).mean()) for name, got in (("bf16", bf16), ("int8", int8))}
-    print(level, right, perplexity)
     assert right["bf16"] >= 0.95
     assert right["int8"] >= 0.90
     assert perplexity["int8"] <= 1.03 * perplexity["bf16"]
