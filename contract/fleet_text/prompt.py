@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import io
 import json
+import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from fleet_text.chat import ChatInputs, normalised
+from fleet_text.chat import PromptError as PromptError  # callers get it from here
+
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 MAX_TOKENIZER_ZIP_BYTES: Final = 256 << 20
-
-
-class PromptError(ValueError):
-    """The messages cannot be rendered by this model's template: the user's fault, with the reason."""
+_TEMPLATE_FILE: Final = "<template>"  # jinja2's name of a template that was no file
 
 
 class TokenizerFilesError(ValueError):
@@ -50,9 +54,12 @@ class PromptEncoder:
         }
         self.eos_ids: tuple[int, ...] = self._eos_ids(generation, model)
         source = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
-        if isinstance(source, list):  # several named templates: the default one
-            source = next((t.get("template") for t in source if t.get("name") == "default"), None)
-        self.template = _compile(source) if isinstance(source, str) else None
+        named = _named_templates(source)
+        self.template_source: str | None = named.get("default")
+        self.template = _compile(self.template_source) if self.template_source is not None else None
+        self._tool_template = _compile(named["tool_use"]) if "tool_use" in named else self.template
+        # A template that does not know OpenAI's newer name of the system role would leave such a message out in silence.
+        self._knows_developer = any("developer" in text for text in named.values())
 
     @classmethod
     def from_folder(cls, folder: Path) -> PromptEncoder:
@@ -76,24 +83,52 @@ class PromptEncoder:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text of a chat. Content parts of kind text are joined. Raises PromptError."""
-        if self.template is None:
+        """The prompt text of plain messages. Raises PromptError."""
+        return self.render_chat(ChatInputs(normalised(messages)))
+
+    def render_chat(self, chat: ChatInputs, now: datetime | None = None) -> str:
+        """The prompt text of a chat.
+
+        With `continue_final` it ends with exactly the last message's text, also where the template trims or ends messages (only space at
+        its begin is the template's).
+        Args: now: the date that the template may ask for, the same wherever it asks; default: UTC now.
+        Raises PromptError, with the template's line where it is the template that refuses.
+        """
+        if self.template is None or self._tool_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
+        template = self.template if chat.tools is None else self._tool_template
+        messages = chat.messages
+        if not self._knows_developer and any(m["role"] == "developer" for m in messages):
+            messages = [_as_system(m) for m in messages]
+        mark = ""
+        if chat.continued is not None:
+            mark = f"\ue000{secrets.token_hex(8)}\ue000"  # nobody can have it in a message
+            messages = [*messages[:-1], {**messages[-1], "content": chat.continued + mark}]
+        now = datetime.now(UTC) if now is None else now
         try:
-            return self.template.render(
-                messages=[{**m, "content": _content_text(m["content"])} for m in messages],
-                add_generation_prompt=True, tools=None, documents=None, **self.special_tokens,
+            text = template.render(
+                {
+                    **chat.variables, **self.special_tokens, "messages": messages, "tools": chat.tools, "documents": None,
+                    "add_generation_prompt": chat.add_generation_prompt, "strftime_now": now.strftime,
+                }
             )  # fmt: skip
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as e:
-            raise PromptError(f"the model's chat template refuses these messages: {e}") from e
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
+            line = _template_line(e.__traceback__)
+            where = f" (line {line} of the template)" if line is not None else ""
+            raise PromptError(f"the model's chat template refuses these messages: {e}{where}") from e
+        return text if chat.continued is None else _cut_at(text, mark, chat)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. A rendered chat already holds its special tokens: pass False there."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Render and encode. Raises PromptError."""
+        """Render and encode plain messages. Raises PromptError."""
         return self.encode(self.render(messages), add_special_tokens=False)
+
+    def encode_inputs(self, chat: ChatInputs) -> list[int]:
+        """Render and encode what `chat_inputs` made of a body. Raises PromptError."""
+        return self.encode(self.render_chat(chat), add_special_tokens=False)
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         """All ids that end an answer: generation config, model config, tokenizer."""
@@ -137,26 +172,65 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _content_text(content: Any) -> Any:
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content
+def _named_templates(source: Any) -> dict[str, str]:
+    """A model has one template, or several with names, of which `tool_use` is for chats with tools."""
+    if isinstance(source, list):
+        pairs = [(t.get("name"), t.get("template")) for t in source if isinstance(t, dict)]
+        return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    return {"default": source} if isinstance(source, str) else {}
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _cut_at(text: str, mark: str, chat: ChatInputs) -> str:
+    """The prompt up to the mark behind the last message's text."""
+    end = text.rfind(mark)
+    path = f"messages[{len(chat.messages) - 1}].content"
+    if end < 0:
+        raise PromptError("the model's chat template leaves out the end of the last message, so it cannot be continued", path)
+    text = text[:end]
+    if not text.endswith((chat.continued or "").lstrip()):  # templates trim a message's begin
+        raise PromptError("the model's chat template changes the last message's text, so it cannot be continued", path)
+    return text
+
+
+def _template_line(trace: TracebackType | None) -> int | None:
+    """The innermost line of the template that an exception went through: jinja2 rewrites tracebacks to the template's lines."""
+    line = None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _TEMPLATE_FILE:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks, for training, what the assistant wrote; here its body stands for itself."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _compile(source: str) -> jinja2.Template:
     """The environment that Hugging Face chat templates expect: trimmed blocks, loop controls, tojson, raise_exception, strftime_now."""
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlocks])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = lambda fmt: datetime.now(UTC).strftime(fmt)
     try:
         return env.from_string(source)
     except jinja2.TemplateSyntaxError as e:

@@ -13,7 +13,9 @@ import msgspec
 
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import chain_hashes
-from fleet_text.prompt import PromptEncoder, PromptError
+from fleet_router.decide.index import STRIDE
+from fleet_text.chat import CHAT_FIELDS, PromptError, chat_inputs
+from fleet_text.prompt import PromptEncoder
 
 INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
 DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
@@ -25,7 +27,6 @@ COMPLETIONS: Final = "/v1/completions"
 TOKENIZE: Final = "/tokenize"
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_messages = msgspec.json.Decoder(list[dict[str, Any]])
 _any = msgspec.json.Decoder()
 
 
@@ -47,7 +48,7 @@ class Prompt:
 
     tokens: int
     ids: list[int] | None = None
-    keys: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
 
 
@@ -100,7 +101,8 @@ def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | 
     n = n if type(n) is int and 1 <= n <= MAX_CHOICES else 1
     try:
         if parsed.path == CHAT:
-            ids = encoder.encode_chat(_messages.decode(parsed.fields["messages"]))
+            fields = parsed.fields
+            ids = encoder.encode_inputs(chat_inputs({name: _any.decode(fields[name]) for name in CHAT_FIELDS if name in fields}))
         else:
             prompt = _any.decode(parsed.fields["prompt"])
             if isinstance(prompt, str):
@@ -111,11 +113,11 @@ def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | 
                 return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, len(prompt) * n))
             else:
                 return None
-    except (KeyError, TypeError, ValueError, AttributeError, PromptError, msgspec.DecodeError):
+    except (KeyError, TypeError, ValueError, AttributeError, PromptError, RecursionError, msgspec.DecodeError):
         return None  # malformed in a way that the runtime says best
     if not ids:
         return None
-    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)), n)
+    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)[STRIDE - 1 :: STRIDE]), n)
 
 
 def _scalar(fields: dict[str, msgspec.Raw], name: str) -> Any:

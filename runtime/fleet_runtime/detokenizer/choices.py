@@ -1,4 +1,8 @@
-"""All choices whose text is being made: Sampled in, Text out. Pure but for the clock that forgets old endings; called by `process`."""
+"""All choices whose text is being made: Sampled in, Text out. Pure; called by `process`.
+
+A token's id, its logprobs and its text leave together: while a token's text is held (an unfinished character, a possible stop), so are its id
+and logprobs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Final
 
 from fleet_runtime import messages as m
 from fleet_runtime.detokenizer.incremental import Decode, IncrementalText
-from fleet_runtime.detokenizer.stops import StopFilter
+from fleet_runtime.detokenizer.stops import Met, StopFilter
 
 Key = tuple[str, int]  # rid, index
 _REMEMBERED_STOPS: Final = 4096
@@ -19,10 +23,15 @@ _REMEMBERED_STOPS: Final = 4096
 class _Choice:
     text: IncrementalText
     stops: StopFilter
+    skipped: frozenset[int]  # ids without text
     prompt_tokens: int
+    min_tokens: int
+    tokens: int = 0  # that came here
     completion_tokens: int = 0
     cached_tokens: int = 0
-    unsent_ids: list[int] = field(default_factory=list)  # of tokens whose text is held
+    unsent_ids: list[int] = field(default_factory=list)
+    unsent_logprobs: list[m.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[m.TokenLogprob] | None = None
 
 
 @dataclass(slots=True)
@@ -37,7 +46,8 @@ class Choices:
     """State of every open choice. A choice opens with its first Sampled, and is dropped with its terminal message."""
 
     def __init__(self, decode: Decode, special_ids: Collection[int]) -> None:
-        """Args: special_ids: ids without text; they are skipped before decoding, because a decoder treats what follows them as a start."""
+        """Args: decode: with the text of special tokens. special_ids: those that have text only in choices that ask for it; the others skip
+        them before decoding."""
         self._decode = decode
         self._special = frozenset(special_ids)
         self._open: dict[Key, _Choice] = {}
@@ -55,7 +65,7 @@ class Choices:
         return out
 
     def end(self, rid: str, index: int) -> bool:
-        """Failed or HandedOver passes by: drops the choice. False when it had ended here already, then the message must not go on."""
+        """Another terminal message passes by: drops the choice. False when it had ended here already, then the message must not go on."""
         self._open.pop((rid, index), None)
         if self._stopped.pop((rid, index), 0) is None:
             self.late += 1
@@ -75,55 +85,75 @@ class Choices:
     def _push_one(self, item: m.Sampled, out: Output) -> None:
         key = (item.rid, item.index)
         if item.open is not None:
-            tail = [i for i in item.open.prompt_tail if i not in self._special]
-            text = IncrementalText(self._decode, tail)
-            self._open[key] = _Choice(text, StopFilter(item.open.stop), item.open.prompt_tokens)
+            self._open[key] = self._opened(item.open)
             self._stopped.pop(key, None)
         choice = self._open.get(key)
         if choice is None:
             self.late += 1
             return
-        first = item.open is not None
         choice.cached_tokens = max(choice.cached_tokens, item.cached_tokens)
+        if item.prompt_logprobs is not None:
+            choice.prompt_logprobs = item.prompt_logprobs
         pieces: list[str] = []
-        for n, token in enumerate(item.ids, 1):
-            new = choice.text.push((token,)) if token not in self._special else ""
-            passed, met = choice.stops.push(new)
+        for n, token in enumerate(item.ids):
+            passed, met = _push_token(choice, token)
             pieces.append(passed)
-            choice.unsent_ids.append(token)
-            if met:
-                self._stop(key, choice, item, n, "".join(pieces), out)
+            choice.unsent_logprobs += item.logprobs[n : n + 1]
+            if met is not None:
+                self._stop(key, choice, item, n + 1, "".join(pieces), met, out)
                 return
         choice.completion_tokens = item.completion_tokens
         if item.finish is not None:
-            passed, met = choice.stops.push(choice.text.flush())
-            pieces += [passed] if met else [passed, choice.stops.flush()]
-            del self._open[key]
-            out.texts.append(self._text(item, choice, "".join(pieces), "stop" if met else item.finish))
-        elif first or any(pieces):
-            out.texts.append(self._text(item, choice, "".join(pieces), None))
+            self._finish(key, choice, item, pieces, out)
+        elif item.open is not None or any(pieces):
+            out.texts.append(_text(item, choice, "".join(pieces)))
 
-    def _stop(self, key: Key, choice: _Choice, item: m.Sampled, used: int, text: str, out: Output) -> None:
+    def _opened(self, asked: m.OpenText) -> _Choice:
+        skipped = frozenset[int]() if asked.keep_special else self._special
+        text = IncrementalText(self._decode, [i for i in asked.prompt_tail if i not in skipped])
+        return _Choice(text, StopFilter(asked.stop, include=asked.include_stop), skipped, asked.prompt_tokens, asked.min_tokens)
+
+    def _finish(self, key: Key, choice: _Choice, item: m.Sampled, pieces: list[str], out: Output) -> None:
+        """The scheduler ended it; what is held comes out, and may complete a stop."""
+        passed, met = choice.stops.push(choice.text.flush(), armed=choice.tokens >= choice.min_tokens)
+        pieces += [passed] if met is not None else [passed, choice.stops.flush()]
+        del self._open[key]
+        stopped_by: str | int | None = met.stop if met is not None else item.stop_id if item.finish == "stop" and item.stop_id >= 0 else None
+        out.texts.append(_text(item, choice, "".join(pieces), "stop" if met is not None else item.finish, stopped_by))
+
+    def _stop(self, key: Key, choice: _Choice, item: m.Sampled, used: int, text: str, met: Met, out: Output) -> None:
         """A stop string is complete with the `used`-th id of `item`: that id is the last that counts."""
         choice.completion_tokens += used
         del self._open[key]
-        out.texts.append(self._text(item, choice, text, "stop"))
+        out.texts.append(_text(item, choice, text, "stop", met.stop))
         if item.finish is None:
             self._stopped[key] = None
             if len(self._stopped) > _REMEMBERED_STOPS:
                 self._stopped.popitem(last=False)
             out.stopped.append(m.Stopped(rid=item.rid, index=item.index))
 
-    @staticmethod
-    def _text(item: m.Sampled, choice: _Choice, text: str, finish: str | None) -> m.Text:
-        ids, choice.unsent_ids = choice.unsent_ids, []
-        return m.Text(
-            rid=item.rid,
-            index=item.index,
-            text=text,
-            ids=ids,
-            prompt_tokens=choice.prompt_tokens,
-            completion_tokens=choice.completion_tokens,
-            cached_tokens=choice.cached_tokens,
-            finish=finish,
-        )
+
+def _push_token(choice: _Choice, token: int) -> tuple[str, Met | None]:
+    choice.tokens += 1
+    choice.unsent_ids.append(token)
+    new = choice.text.push((token,)) if token not in choice.skipped else ""
+    return choice.stops.push(new, armed=choice.tokens >= choice.min_tokens)
+
+
+def _text(item: m.Sampled, choice: _Choice, text: str, finish: str | None = None, stopped_by: str | int | None = None) -> m.Text:
+    ids, choice.unsent_ids = choice.unsent_ids, []
+    logprobs, choice.unsent_logprobs = choice.unsent_logprobs, []
+    prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
+    return m.Text(
+        rid=item.rid,
+        index=item.index,
+        text=text,
+        ids=ids,
+        prompt_tokens=choice.prompt_tokens,
+        completion_tokens=choice.completion_tokens,
+        cached_tokens=choice.cached_tokens,
+        finish=finish,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stopped_by=stopped_by,
+    )

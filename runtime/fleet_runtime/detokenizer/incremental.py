@@ -19,7 +19,7 @@ _MAX_DISAGREEING: Final = 8
 
 
 class IncrementalText:
-    """Text of one choice. `decode` must skip special tokens; ids that it skips may be given."""
+    """Text of one choice. Ids that have no text may be given."""
 
     def __init__(self, decode: Decode, prompt_tail: Sequence[int] = ()) -> None:
         """Args: prompt_tail: the last few prompt ids, so that the first new token joins them as it should; their text is not emitted."""

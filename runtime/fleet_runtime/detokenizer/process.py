@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tokenizers import Tokenizer
-
 from fleet_contract.logs import facts, set_up_logging
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
@@ -21,6 +19,8 @@ from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files
 from fleet_runtime.priority import yield_to_engine
+from fleet_runtime.server.parsing.registry import resolve
+from fleet_text.prompt import PromptEncoder, TokenizerFilesError
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,20 @@ _POLL_MS: Final = 500
 
 
 def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
-    """The model's decoder without special tokens, and the ids of those. Raises StartError."""
+    """The model's decoder, which keeps special tokens, and the ids of those that answers leave out: not the markup that http's parsers read.
+
+    Raises StartError.
+    """
     folder = Path(config.model_folder) if config.model_folder else None
     files = load_text_files(ModelFiles(folder=folder, base_name="", revision=config.model_revision))
     try:
-        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
-    except Exception as e:  # the library raises bare Exception
-        raise StartError("ModelInvalid", f"tokenizer.json cannot be read: {e}") from e
-    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))), special
+        encoder = PromptEncoder(files)
+    except TokenizerFilesError as e:
+        raise StartError("ModelInvalid", f"{config.model_folder}: {e}") from e
+    flags, tokenizer = config.flags(), encoder.tokenizer
+    shown = resolve(encoder.template_source, flags.tool_parser, flags.reasoning_parser).markup
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and token.content not in shown]
+    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), special
 
 
 def serve(config: RuntimeConfig, incarnation: str) -> None:
@@ -44,8 +49,7 @@ def serve(config: RuntimeConfig, incarnation: str) -> None:
     row = hb.Board.open(config.run_dir).row(m.DETOKENIZER)
     row.set(phase=hb.PHASE_STARTING)
     started = time.monotonic()
-    decode, special = load_decoder(config)
-    choices = Choices(decode, special)
+    choices = Choices(*load_decoder(config))
     mailbox = Mailbox(config.run_dir, m.DETOKENIZER, incarnation)
     yield_to_engine()
     mailbox.send(m.SUPERVISOR, m.Ready(who=m.DETOKENIZER, pid=os.getpid()))
@@ -68,9 +72,11 @@ def handle(message: m.Message, choices: Choices, mailbox: Mailbox) -> None:
             mailbox.send(m.HTTP, m.TextBatch(items=output.texts))
         for stopped in output.stopped:
             mailbox.send(m.SCHEDULER, stopped)
-    elif isinstance(message, (m.Failed, m.HandedOver)):
+    elif isinstance(message, (m.Failed, m.HandedOver, m.Embedded)):
         if choices.end(message.rid, message.index):
             mailbox.send(m.HTTP, message)
+    elif isinstance(message, m.ControlReply):
+        mailbox.send(m.HTTP, message)
     elif isinstance(message, m.PeerDied):
         choices.clear()
 

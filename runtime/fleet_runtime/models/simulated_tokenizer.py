@@ -16,8 +16,15 @@ _SPECIALS: Final = ("<|bos|>", "<|end|>", "<|role|>", "<|text|>")
 SIMULATED_VOCAB_SIZE: Final = 256 + len(_SPECIALS)
 
 _CHAT_TEMPLATE: Final = """{{ bos_token }}
+{%- if tools -%}
+  {{ '<|role|>tools<|text|>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ eos_token }}
+{%- endif -%}
 {%- for message in messages -%}
-  {{ '<|role|>' + message['role'] + '<|text|>' + message['content'] + eos_token }}
+  {{ '<|role|>' + message['role'] + '<|text|>' + (message['content'] or '') }}
+  {%- for call in message['tool_calls'] or [] -%}
+    {{ '<tool_call>' }}{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}{{ '</tool_call>' }}
+  {%- endfor -%}
+  {{ eos_token }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|role|>assistant<|text|>' }}{% endif -%}"""
 

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fleet_contract.errors import INVALID_REQUEST, TIMEOUT, ApiError
@@ -94,6 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._counting = _Transport(transport, self)
         self._header_bytes = 0
         self._too_large = False
+        self._retelling = False  # a parser is told again what another has read
         self.has_begun = False  # a byte has come
         self._reading_since: float | None = time.monotonic()
         self._sent = 0
@@ -110,14 +112,37 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.parser is None:
             return
         self.has_begun = True
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._reading_since is not None:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self._too_large = True
                 self.send_400_response("")
 
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            self._go_on_without_upgrade()
+            if rest := data[e.args[0] :]:
+                self._parse(rest)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _go_on_without_upgrade(self) -> None:
+        """A client may ask for another protocol (curl for h2c) in a request with a body; a server that does not know it serves the request
+        (RFC 9110, 7.8). The parser stops at the end of such headers and would take the body for another protocol: a new one, told of the same
+        framing, reads on."""
+        framing = [name + b": " + value for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self._retelling = True
+        self.parser.feed_data(b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", b""]))
+        self._retelling = False
+
     def on_message_begin(self) -> None:
+        if self._retelling:
+            return
         self._header_bytes = 0
         self._too_large = False
         if self._reading_since is None:
@@ -126,16 +151,26 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope["state"][CONNECTION] = self
 
     def on_url(self, url: bytes) -> None:
+        if self._retelling:
+            return
         self._count_header(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._retelling:
+            return
         self._count_header(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._retelling:
+            return
         self._reading_since = None
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else its body is still to come
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed is answered in the one error shape."""

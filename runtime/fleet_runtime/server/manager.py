@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 REMEMBER_S: Final = 60.0  # an abort may overtake its request, a second abort may follow its end
 _SWEEP_AT: Final = 10_000
 
-Item = m.Text | m.Failed | m.HandedOver | ApiError
+Item = m.Text | m.Failed | m.HandedOver | m.Embedded | ApiError
 """What a request's mailbox holds. ApiError: the request as a whole is over, for a reason that is not the scheduler's word."""
 
 
@@ -92,7 +92,7 @@ class TokenizerManager:
         return state
 
     def admit(self, state: ReqState, choices: Sequence[m.Admit]) -> None:
-        """Hands the choices of a checked request to the scheduler. Raises ApiError; then nothing was sent."""
+        """Hands choices of a checked request to the scheduler; more may follow. Raises ApiError; then nothing of these was sent."""
         if state.aborted:
             raise _aborted(state.aborted)
         error = self._unavailable()
@@ -170,7 +170,7 @@ class TokenizerManager:
         if isinstance(message, m.TextBatch):
             for text in message.items:
                 self._deliver(text.rid, text.index, text, terminal=text.finish is not None)
-        elif isinstance(message, (m.Failed, m.HandedOver)):
+        elif isinstance(message, (m.Failed, m.HandedOver, m.Embedded)):
             self._deliver(message.rid, message.index, message, terminal=True)
         elif isinstance(message, m.PeerDied):
             self.end_all(ApiError(503, message.cause, type=SERVER, code="worker_process_died", retry_after_s=1))

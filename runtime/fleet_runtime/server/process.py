@@ -145,8 +145,11 @@ class HttpProcess:
             self._introduced.set()
         elif isinstance(message, m.Drain):
             self._drain(message.deadline)
+        elif isinstance(message, m.ControlReply):
+            self.state.late_replies += not self.state.controls.on_reply(message)
         else:
             if isinstance(message, m.PeerDied):
+                self.state.controls.on_death(message.cause)
                 self.state.last_death = message.cause
                 log.warning("a process died; its requests end", extra=facts(who=message.who, cause=message.cause, open=len(self.state.manager)))
             self.state.manager.on_message(message)

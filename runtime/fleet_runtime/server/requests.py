@@ -1,25 +1,36 @@
-"""From a body to what the scheduler gets: validate -> tokenize -> bound -> Admit. Called by `app` for every generating endpoint."""
+"""From a body of the OpenAI API to a `GenerateRequest`: validate -> template -> tokenize -> options. Called by `app`."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from fleet_contract.errors import CODE_STALE_WORKER, INVALID_REQUEST, ApiError
-from fleet_contract.openai import ChatRequest, CompletionRequest, GenerationOptions, Message
-from fleet_contract.wire import encode_ids
+from fleet_contract.openai import CompletionRequest, GenerationOptions
 from fleet_runtime import messages as m
 from fleet_runtime.server import validate
-from fleet_runtime.server.answers import ChatShape, CompletionShape, Shape
+from fleet_runtime.server.answer import Answer, OutputParser, PlainParser
+from fleet_runtime.server.generate import GenerateRequest, Prompt, SamplingOptions, StopOptions, Worker, plan
+from fleet_runtime.server.grammars import grammar_of, schema_grammar
 from fleet_runtime.server.manager import ReqState
+from fleet_runtime.server.openai_chat import ChatShape
+from fleet_runtime.server.openai_completions import CompletionShape
+from fleet_runtime.server.parsing.output import output_parser
+from fleet_runtime.server.parsing.reasoning import Thinking, thinking_at_start
+from fleet_runtime.server.parsing.registry import NONE
+from fleet_runtime.server.parsing.tools import ToolRequest, forced_schema, tool_request
+from fleet_runtime.server.shape import Shape, Told
 from fleet_runtime.server.state import HttpState, TextModel
-from fleet_text.prompt import PromptError
+from fleet_text.chat import ChatInputs, PromptError, chat_inputs
 
 COMPLETION_DEFAULT_TOKENS: Final = 16  # OpenAI's default of /v1/completions
 _THREAD_ABOVE_CHARS: Final = 4096  # about a millisecond of tokenizing
-_SEED_RANGE: Final = 1 << 64
+_PROMPT_END_IDS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +44,139 @@ class Generation:
 
 async def chat_generation(state: HttpState, request: ReqState, body: dict[str, Any], ids: list[int] | None) -> Generation:
     """Args: ids: the prompt as the router tokenized it. Raises ApiError."""
+    return generation(state, request, await read_chat(state, body, ids), ChatShape)
+
+
+async def read_chat(state: HttpState, body: dict[str, Any], ids: list[int] | None) -> GenerateRequest:
+    """A chat body as the internal request. Other dialects may write themselves as such a body, and answer in a shape of their own.
+
+    Args: ids: as in `chat_generation`. Raises ApiError.
+    """
     options = validate.chat_request(body)
     validate.check_model(options.model, state.config.served_names)
-    if options.max_tokens is not None and options.max_completion_tokens is not None:
-        raise ApiError(400, "give either max_completion_tokens or max_tokens", param="max_tokens")
     text = state.ready_text()
+    asked = tool_request(body)
+    grammar = grammar_of(options)
+    if asked.active and grammar is not None:
+        raise ApiError(
+            400,
+            "tools that may be called do not go with a format of the answer: an answer follows one grammar; set tool_choice to none, or leave out "
+            "the format",
+            param="tools",
+        )
+    if asked.forced:
+        schema = forced_schema(asked.tools, asked.choice, named=asked.named, parallel=asked.parallel)
+        grammar = schema_grammar(schema, "tools")
+    inputs = read_inputs(body)
     if ids is None:
-        ids = await encode_chat(text, options.messages)
-    asked = options.max_completion_tokens if options.max_completion_tokens is not None else options.max_tokens
-    return _generation(state, request, options, [ids], asked=asked, default=None, shape=ChatShape, param="messages")
+        ids = await encode_chat(text, inputs)
+    make_parser, thinks = _parsing(text, asked, inputs, ids)
+    if grammar is not None and thinks:
+        grammar = msgspec.structs.replace(grammar, after_ids=text.think_end_ids)
+    return GenerateRequest(
+        model=options.model,
+        prompts=[Prompt(ids, "messages")],
+        max_new=options.max_completion_tokens if options.max_completion_tokens is not None else options.max_tokens,
+        logprobs=options.top_logprobs if options.logprobs else -1,
+        prompt_logprobs=-1 if options.prompt_logprobs is None else options.prompt_logprobs,
+        grammar=grammar,
+        make_parser=make_parser,
+        **_shared(options),
+    )
+
+
+def _parsing(text: TextModel, asked: ToolRequest, inputs: ChatInputs, ids: list[int]) -> tuple[Callable[[], OutputParser], bool]:
+    """What makes each choice's parser, and whether the prompt ends within the reasoning: a grammar then waits for its end."""
+    if not asked.active and text.format.reasoning == NONE:
+        return PlainParser, False
+    prompt_end = text.texts.decode(ids[-_PROMPT_END_IDS:], skip_special=False)
+    thinks = text.format.reasoning != NONE and thinking_at_start(prompt_end, inputs.continued) is Thinking.OPEN
+    return partial(output_parser, text.format, asked, prompt_end=prompt_end, continued=inputs.continued), thinks
 
 
 async def completion_generation(state: HttpState, request: ReqState, body: dict[str, Any], ids: list[int] | None) -> Generation:
     """Args: ids: as in `chat_generation`. Raises ApiError."""
     options = validate.completion_request(body)
     validate.check_model(options.model, state.config.served_names)
-    text = state.ready_text()
-    prompts = [ids] if ids is not None else await _encode_prompt(text, options)
-    return _generation(
-        state, request, options, prompts, asked=options.max_tokens, default=COMPLETION_DEFAULT_TOKENS, shape=CompletionShape, param="prompt"
+    grammar = grammar_of(options)
+    prompts = await _prompts(state.ready_text(), options, ids)
+    logprobs = -1 if options.logprobs is None else options.logprobs
+    of_prompt = -1 if options.prompt_logprobs is None else options.prompt_logprobs
+    made = GenerateRequest(
+        model=options.model,
+        prompts=prompts,
+        max_new=options.max_tokens,
+        default_max_new=COMPLETION_DEFAULT_TOKENS,
+        best_of=options.n if options.best_of is None else options.best_of,
+        logprobs=logprobs,
+        prompt_logprobs=max(logprobs if options.echo else -1, of_prompt),
+        grammar=grammar,
+        **_shared(options),
     )
+    return generation(state, request, made, lambda told, answer: CompletionShape(told, answer, echo=options.echo, prompt_logprobs=of_prompt))
 
 
-async def encode_chat(text: TextModel, messages: list[Message]) -> list[int]:
-    """Template and tokenizer, in a thread when it may take long. Raises ApiError 400."""
-    plain = [message.model_dump(exclude_none=True) for message in messages]
-    size = sum(len(str(p["content"])) for p in plain)
+def generation(state: HttpState, request: ReqState, made: GenerateRequest, shape: Any) -> Generation:
+    """The last step of every dialect. Args: shape: makes one of what it tells and the answer. Raises ApiError 400."""
+    text = state.ready_text()
+    worker = Worker(state.flags.context_length, text.vocab_size, text.encoder.eos_ids)
+    choices = plan(made, worker, request.rid, request.routed, request.started_at)
+    seeds = [choice.seed for choice in choices]
+    answer = Answer(made.make_parser, seeds, n=made.n, per_prompt=made.per_prompt, discard=made.max_new == 0)
+    return Generation(choices, shape(Told(made, request.rid, state.config.model_revision, text.texts), answer), made.stream)
+
+
+def _shared(options: GenerationOptions) -> dict[str, Any]:
+    """What chat and completions have in common, as fields of `GenerateRequest`."""
+    stream = options.stream_options
+    return {
+        "n": options.n,
+        "sampling": SamplingOptions(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            frequency_penalty=options.frequency_penalty,
+            presence_penalty=options.presence_penalty,
+            logit_bias=options.logit_bias,
+            seed=options.seed,
+        ),
+        "stop": StopOptions(
+            strings=tuple(validate.stop_strings(options.stop)),
+            ids=tuple(options.stop_token_ids),
+            ignore_eos=options.ignore_eos,
+            min_tokens=options.min_tokens,
+            include_string=options.include_stop_str_in_output,
+            keep_special=not options.skip_special_tokens,
+            spaces_between_special=options.spaces_between_special_tokens,
+        ),
+        "stream": options.stream,
+        "include_usage": stream is not None and stream.include_usage,
+        "continuous_usage": stream is not None and stream.continuous_usage_stats,
+        "return_token_ids": options.return_token_ids,
+        "salt": options.cache_salt or "",
+        "priority": options.priority or 0,
+    }
+
+
+def read_inputs(body: dict[str, Any]) -> ChatInputs:
+    """What of a body decides its prompt. Raises ApiError 400."""
     try:
-        if size > _THREAD_ABOVE_CHARS or len(plain) > 100:
-            return await asyncio.to_thread(text.encoder.encode_chat, plain)
-        return text.encoder.encode_chat(plain)
+        return chat_inputs(body)
     except PromptError as e:
-        raise ApiError(400, str(e)[:1000], param="messages") from e
+        raise ApiError(400, str(e)[:1000], param=e.param) from e
+
+
+async def encode_chat(text: TextModel, inputs: ChatInputs) -> list[int]:
+    """Template and tokenizer, in a thread when it may take long. Raises ApiError 400."""
+    size = sum(len(str(message.get("content", ""))) for message in inputs.messages)
+    try:
+        if size > _THREAD_ABOVE_CHARS or len(inputs.messages) > 100 or inputs.tools:
+            return await asyncio.to_thread(text.encoder.encode_inputs, inputs)
+        return text.encoder.encode_inputs(inputs)
+    except PromptError as e:
+        raise ApiError(400, str(e)[:1000], param=e.param) from e
 
 
 async def encode_text(text: TextModel, prompt: str, *, add_special_tokens: bool) -> list[int]:
@@ -74,74 +186,36 @@ async def encode_text(text: TextModel, prompt: str, *, add_special_tokens: bool)
     return text.encoder.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-async def _encode_prompt(text: TextModel, options: CompletionRequest) -> list[list[int]]:
-    prompt = options.prompt
-    if isinstance(prompt, str):
-        return [await encode_text(text, prompt, add_special_tokens=True)]
-    ids = [p for p in prompt if isinstance(p, int)]
-    if ids:
-        return [ids]
-    return [await encode_text(text, p, add_special_tokens=True) for p in prompt if isinstance(p, str)]
+async def encode_inputs(text: TextModel, given: Any, name: str, *, add_special_tokens: bool) -> list[Prompt]:
+    """A text, a list of ids, a list of texts or a list of lists of ids, as prompts. Raises ApiError 400 for an empty list."""
+    if isinstance(given, str):
+        return [Prompt(await encode_text(text, given, add_special_tokens=add_special_tokens), name, given)]
+    if not given:
+        raise ApiError(400, f"{name} is an empty list; at least one token id or text is needed", param=name)
+    if isinstance(given[0], int):
+        return [Prompt(list(given), name)]
+    texts = [item for item in given if isinstance(item, str)]
+    if texts:  # then all are
+        lists = await _encode_texts(text, texts, add_special_tokens=add_special_tokens)
+    else:
+        lists = [list(item) for item in given]
+    names = [name] if len(given) == 1 else [f"{name}[{i}]" for i in range(len(given))]
+    return [Prompt(ids, path, item if isinstance(item, str) else None) for ids, path, item in zip(lists, names, given, strict=True)]
 
 
-def _generation(
-    state: HttpState,
-    request: ReqState,
-    options: ChatRequest | CompletionRequest,
-    prompts: list[list[int]],
-    *,
-    asked: int | None,
-    default: int | None,
-    shape: type[Shape],
-    param: str,
-) -> Generation:
-    """The pure end: lengths, vocabulary, sampling, hand-over."""
-    text = state.ready_text()
-    context = state.flags.context_length
-    if request.routed.leg is not None and len(request.routed.rooms) != len(prompts):
-        raise ApiError(400, f"the request has {len(prompts)} choices but {len(request.routed.rooms)} rooms; one room a choice", code="bad_rooms")
-    choices = []
-    seed = options.seed if options.seed is not None else secrets.randbits(64)
-    for index, ids in enumerate(prompts):
-        name = param if len(prompts) == 1 else f"{param}[{index}]"
-        if not ids:
-            raise ApiError(400, f"{name} has no tokens; at least one is needed", param=name)
-        max_new = validate.max_new_tokens(len(ids), asked, context, default=default, param=name)
-        validate.check_ids(ids, text.vocab_size, name)
-        choices.append(_admit(state, request, options, index=index, ids=ids, max_new=max_new, seed=(seed + index) % _SEED_RANGE))
-    include_usage = options.stream_options is not None and options.stream_options.include_usage
-    made = shape(
-        rid=request.rid,
-        model=options.model,
-        fingerprint=state.config.model_revision,
-        choices=len(choices),
-        include_usage=include_usage,
-        token_ids=options.return_token_ids,
-    )
-    return Generation(choices, made, bool(options.stream))
+async def _encode_texts(text: TextModel, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    def encode() -> list[list[int]]:
+        return [text.encoder.encode(t, add_special_tokens=add_special_tokens) for t in texts]
+
+    return await asyncio.to_thread(encode) if sum(map(len, texts)) > _THREAD_ABOVE_CHARS or len(texts) > 100 else encode()
 
 
-def _admit(state: HttpState, request: ReqState, options: GenerationOptions, *, index: int, ids: list[int], max_new: int, seed: int) -> m.Admit:
-    routed = request.routed
-    router_id, pick = routed.pick if routed.pick is not None else ("", -1)
-    return m.Admit(
-        rid=request.rid,
-        index=index,
-        ids=encode_ids(ids),
-        max_new=max_new,
-        temperature=1.0 if options.temperature is None else float(options.temperature),
-        top_p=1.0 if options.top_p is None else float(options.top_p),
-        seed=seed,
-        stop_ids=[] if options.ignore_eos else list(state.ready_text().encoder.eos_ids),
-        stop=validate.stop_strings(options),
-        leg=routed.leg or "",
-        room=routed.rooms[index] if routed.leg is not None else 0,
-        bootstrap=routed.bootstrap or "",
-        prefill_incarnation=routed.prefill_incarnation or "",
-        deadline=0.0 if routed.deadline_ms is None else request.started_at + routed.deadline_ms / 1000,
-        router_id=router_id,
-        pick=pick,
-    )
+async def _prompts(text: TextModel, options: CompletionRequest, ids: list[int] | None) -> list[Prompt]:
+    if ids is not None:
+        given = options.prompt
+        only = given if isinstance(given, str) else given[0] if len(given) == 1 and isinstance(given[0], str) else None
+        return [Prompt(ids, "prompt", only)]
+    return await encode_inputs(text, options.prompt, "prompt", add_special_tokens=options.add_special_tokens)
 
 
 def check_leg(state: HttpState, request: ReqState) -> None:

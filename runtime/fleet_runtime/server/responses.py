@@ -18,7 +18,8 @@ from fleet_contract.errors import TIMEOUT, ApiError
 from fleet_contract.logs import facts
 from fleet_contract.worker import PrefillAnswer
 from fleet_runtime import messages as m
-from fleet_runtime.server.answers import error_event
+from fleet_runtime.server.answer import Usage
+from fleet_runtime.server.embeddings import WAVE, EmbeddingJob, embed_admits, embedding_answer
 from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
 from fleet_runtime.server.requests import Generation
@@ -34,14 +35,13 @@ class _Gone(Exception):
     """The client left."""
 
 
-class GenerationResponse(Response):
-    """Runs an opened request to its end and answers it. Releases the state, whatever happens."""
+class AdmittedResponse(Response):
+    """Runs an opened request to its end and answers it. Releases the state, whatever happens. Subclasses say how."""
 
-    def __init__(self, state: HttpState, request: ReqState, generation: Generation) -> None:
+    def __init__(self, state: HttpState, request: ReqState) -> None:
         super().__init__(media_type=JSON_TYPE)
         self._state = state
         self._request = request
-        self._generation = generation
         self._first_at: float | None = None
         self._started = False  # the status line is out
         self._gone = False
@@ -50,13 +50,7 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(self._watch(receive))
         status = 200
         try:
-            self._state.manager.admit(self._request, self._generation.choices)
-            if self._request.routed.leg == "prefill":
-                await self._prefill(send)
-            elif self._generation.stream:
-                await self._stream(send)
-            else:
-                await self._plain(send)
+            await self._run(send)
         except _Gone:
             status = 499
             self._state.metrics.disconnects += 1
@@ -68,6 +62,18 @@ class GenerationResponse(Response):
             self._state.manager.cancel(self._request, "its handler ended")
             self._state.manager.release(self._request)
             self._count(status, scope)
+
+    async def _run(self, send: Send) -> None:
+        """Admits, waits, answers. Raises ApiError, _Gone."""
+        raise NotImplementedError
+
+    def _usage(self) -> Usage:
+        """What was used, by now."""
+        raise NotImplementedError
+
+    def _error_event(self, error: ApiError, request_id: str) -> bytes:
+        """An error inside a stream."""
+        raise NotImplementedError
 
     async def _watch(self, receive: Receive) -> None:
         """Ends the request when the client leaves."""
@@ -108,45 +114,6 @@ class GenerationResponse(Response):
             return ApiError(504, f"the request took more than {limit} s (--request-timeout)", type=TIMEOUT, code="request_timeout")
         return ApiError(504, f"no token came within {self._request.routed.deadline_ms} ms", type=TIMEOUT, code="deadline_exceeded")
 
-    async def _plain(self, send: Send) -> None:
-        results = self._generation.shape.results
-        while any(r.finish is None for r in results):
-            for item in await self._items():
-                if isinstance(item, m.Text):
-                    results[item.index].add(item)
-        await self._send_whole(200, self._generation.shape.plain(), send)
-
-    async def _stream(self, send: Send) -> None:
-        shape = self._generation.shape
-        while any(r.finish is None for r in shape.results):
-            data = b""
-            for item in await self._items():
-                if isinstance(item, m.Text):
-                    shape.results[item.index].add(item)
-                    data += shape.chunks(item)
-            if not self._started and self._first_at is not None:
-                self._started = True
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": shape.ending(), "more_body": False})
-
-    async def _prefill(self, send: Send) -> None:
-        """A prefill leg: one `HandedOver` per choice."""
-        results = self._generation.shape.results
-        done: set[int] = set()
-        while len(done) < len(results):
-            for item in await self._items():
-                if isinstance(item, m.HandedOver):
-                    done.add(item.index)
-                    results[item.index].cached_tokens = item.cached_tokens
-                    results[item.index].prompt_tokens = item.prompt_tokens
-                elif isinstance(item, m.Text) and item.finish is not None:
-                    raise ApiError(500, "the scheduler ran a prefill leg as a whole request", type="server_error", code="internal")
-        answer = PrefillAnswer(self._request.rid, sum(r.cached_tokens for r in results), sum(r.prompt_tokens for r in results))
-        await self._send_whole(200, msgspec.json.encode(answer), send)
-
     async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
         """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
         if not self._request.admitted:
@@ -159,7 +126,7 @@ class GenerationResponse(Response):
             raise error  # the application's border answers it
         if (connection := scope["state"].get(CONNECTION)) is not None:
             connection.close_after_response()
-        await send({"type": "http.response.body", "body": error_event(error, scope["state"]["request_id"]), "more_body": False})
+        await send({"type": "http.response.body", "body": self._error_event(error, scope["state"]["request_id"]), "more_body": False})
 
     async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
         headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(body)).encode())]
@@ -167,9 +134,96 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _count(self, status: int, scope: Scope) -> None:
-        metrics, results = self._state.metrics, self._generation.shape.results
+        metrics, usage = self._state.metrics, self._usage()
         metrics.duration.observe(time.monotonic() - self._request.started_at)
-        metrics.prompt_tokens += sum(r.prompt_tokens for r in results)
-        metrics.completion_tokens += sum(r.completion_tokens for r in results)
+        metrics.prompt_tokens += usage.prompt
+        metrics.completion_tokens += usage.completion
         if status == 499 or self._started:
             scope["state"]["counted_status"] = status
+
+
+class GenerationResponse(AdmittedResponse):
+    """Plain, streamed, or that of a prefill leg."""
+
+    def __init__(self, state: HttpState, request: ReqState, generation: Generation) -> None:
+        super().__init__(state, request)
+        self._generation = generation
+
+    async def _run(self, send: Send) -> None:
+        self._state.manager.admit(self._request, self._generation.choices)
+        if self._request.routed.leg == "prefill":
+            await self._prefill(send)
+        elif self._generation.stream:
+            await self._stream(send)
+        else:
+            await self._plain(send)
+
+    def _usage(self) -> Usage:
+        return self._generation.shape.answer.usage()
+
+    def _error_event(self, error: ApiError, request_id: str) -> bytes:
+        return self._generation.shape.error(error, request_id)
+
+    async def _plain(self, send: Send) -> None:
+        answer = self._generation.shape.answer
+        while not answer.done:
+            for item in await self._items():
+                if isinstance(item, m.Text):
+                    answer.add(item)
+        await self._send_whole(200, self._generation.shape.plain(), send)
+
+    async def _stream(self, send: Send) -> None:
+        shape = self._generation.shape
+        while not shape.answer.done:
+            data = b""
+            for item in await self._items():
+                if isinstance(item, m.Text):
+                    data += shape.chunks(shape.answer.add(item))
+            if not self._started and self._first_at is not None:
+                self._started = True
+                headers = [(b"content-type", shape.stream_type.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": shape.ending(), "more_body": False})
+
+    async def _prefill(self, send: Send) -> None:
+        """A prefill leg: one `HandedOver` per choice."""
+        results = self._generation.shape.answer.results
+        done: set[int] = set()
+        while len(done) < len(results):
+            for item in await self._items():
+                if isinstance(item, m.HandedOver):
+                    done.add(item.index)
+                    results[item.index].cached_tokens = item.cached_tokens
+                    results[item.index].prompt_tokens = item.prompt_tokens
+                elif isinstance(item, m.Text) and item.finish is not None:
+                    raise ApiError(500, "the scheduler ran a prefill leg as a whole request", type="server_error", code="internal")
+        usage = self._generation.shape.answer.usage()
+        answer = PrefillAnswer(self._request.rid, usage.cached, usage.prompt)
+        await self._send_whole(200, msgspec.json.encode(answer), send)
+
+
+class EmbeddingResponse(AdmittedResponse):
+    """One vector per input; a few inputs are with the scheduler at once."""
+
+    def __init__(self, state: HttpState, request: ReqState, job: EmbeddingJob) -> None:
+        super().__init__(state, request)
+        self._job = job
+        self._vectors: dict[int, m.Embedded] = {}
+
+    async def _run(self, send: Send) -> None:
+        request = self._request
+        waiting = embed_admits(self._job, request.rid, request.routed, request.started_at)
+        total, at = len(waiting), min(WAVE, len(waiting))
+        self._state.manager.admit(request, waiting[:at])
+        while len(self._vectors) < total:
+            new = [item for item in await self._items() if isinstance(item, m.Embedded)]
+            self._vectors.update((item.index, item) for item in new)
+            self._state.manager.admit(request, waiting[at : at + len(new)])
+            at += len(new)
+        await self._send_whole(200, embedding_answer(self._job, [self._vectors[i] for i in range(total)]), send)
+
+    def _usage(self) -> Usage:
+        done = self._vectors.values()
+        return Usage(prompt=sum(e.prompt_tokens for e in done), cached=sum(e.cached_tokens for e in done))

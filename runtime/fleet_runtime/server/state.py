@@ -16,20 +16,27 @@ from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.models.files import ModelFiles, load_text_files, read_config
 from fleet_runtime.record import worker_record
 from fleet_runtime.server.access import ApiKeys
+from fleet_runtime.server.control import Controls
 from fleet_runtime.server.guard import Guard
 from fleet_runtime.server.health import look, not_ready
 from fleet_runtime.server.manager import TokenizerManager
 from fleet_runtime.server.metrics import Metrics
+from fleet_runtime.server.parsing.reasoning import THINK
+from fleet_runtime.server.parsing.registry import OutputFormat, resolve
+from fleet_runtime.server.token_texts import TokenTexts
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError, zip_files
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """The model as text: encoder, the zip that routers fetch, and how many ids there are."""
+    """The model as text: encoder, the zip that routers fetch, how many ids there are, and what its answers are made of."""
 
     encoder: PromptEncoder
     zip: bytes
     vocab_size: int
+    texts: TokenTexts
+    format: OutputFormat
+    think_end_ids: list[int]  # ids of the tag that ends reasoning
 
 
 def load_text_model(config: RuntimeConfig) -> TextModel:
@@ -42,7 +49,11 @@ def load_text_model(config: RuntimeConfig) -> TextModel:
         raise StartError("ModelInvalid", f"{config.model_folder}: {e}") from e
     declared = read_config(folder).get("vocab_size") if folder is not None else None
     # Ids between the tokenizer's and the model's vocabulary size have weights, but no text.
-    return TextModel(encoder, zip_files(files), max(encoder.vocab_size, declared if isinstance(declared, int) else 0))
+    vocab_size = max(encoder.vocab_size, declared if isinstance(declared, int) else 0)
+    flags = config.flags()
+    written = resolve(encoder.template_source, flags.tool_parser, flags.reasoning_parser)
+    texts = TokenTexts(encoder.tokenizer, files["tokenizer.json"], shown=written.markup)
+    return TextModel(encoder, zip_files(files), vocab_size, texts, written, encoder.encode(THINK[1], add_special_tokens=False))
 
 
 @dataclass(slots=True)
@@ -59,10 +70,13 @@ class HttpState:
     text: TextModel | None = None
     info: m.SchedulerInfo | None = None
     last_death: str = ""
+    late_replies: int = 0  # of control calls that nobody waits for any more
     manager: TokenizerManager = field(init=False)
+    controls: Controls = field(init=False)
 
     def __post_init__(self) -> None:
         self.manager = TokenizerManager(self.mailbox, self.cannot_take)
+        self.controls = Controls(self.mailbox)
 
     def cannot_take(self) -> ApiError | None:
         """Why no request can be taken now; None when one can. A request needs both neighbours, not the probe's opinion of them."""

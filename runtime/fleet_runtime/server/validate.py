@@ -5,57 +5,110 @@ Called by `requests`; the models are those of `fleet_contract.openai`. `null` me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from fleet_contract.errors import NOT_FOUND, ApiError
-from fleet_contract.openai import NEUTRAL_OPTIONS, NEUTRAL_VALUES, ChatRequest, CompletionRequest, GenerationOptions, TokenizeRequest
+from fleet_contract.openai import (
+    MAX_EMBEDDING_INPUTS,
+    MAX_PROMPTS,
+    NEUTRAL_OPTIONS,
+    NEUTRAL_VALUES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    GenerationOptions,
+    Message,
+    TokenizeRequest,
+)
 from fleet_runtime.server.body import shown
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096
-MAX_PROMPTS: Final = 128
 _MAX_FAULTS: Final = 5
+
+_NULLS_INSIDE: Final = ("stream_options", "response_format", "structured_outputs")
 
 R = TypeVar("R", bound=BaseModel)
 
 # A union's branches each complain in their own words: these say it once.
 _UNIONS: Final = {
-    "prompt": "a text, a list of token ids, or a list of texts is allowed",
+    "prompt": "a text, a list of token ids, a list of texts, or a list of lists of token ids is allowed",
+    "input": "a text, a list of token ids, a list of texts, or a list of lists of token ids is allowed",
     "stop": "a text or a list of texts is allowed",
     "content": "a text or a list of parts {type: text, text} is allowed",
-    "temperature": "a number from 0 to 2 is allowed",
-    "top_p": "a number above 0 and up to 1 is allowed",
+    "tool_choice": "none, auto, required, or an object that names a function is allowed",
+    "schema": "a JSON schema is allowed: an object",
+    "guided_json": "a JSON schema is allowed: an object, or its JSON as text",
+    "json": "a JSON schema is allowed: an object, or its JSON as text",
 }
 
 
 def chat_request(body: dict[str, Any]) -> ChatRequest:
     """Raises ApiError 400."""
-    request = _checked(ChatRequest, body)
-    _check_generation(request, body)
+    request = checked(ChatRequest, body)
+    _check_generation(request)
+    check_messages(request.messages)
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise ApiError(400, "give either max_completion_tokens or max_tokens", param="max_tokens")
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
     return request
 
 
 def completion_request(body: dict[str, Any]) -> CompletionRequest:
     """Raises ApiError 400."""
-    request = _checked(CompletionRequest, body)
-    _check_generation(request, body)
+    request = checked(CompletionRequest, body)
+    _check_generation(request)
     if isinstance(request.prompt, list):
         if not request.prompt:
             raise ApiError(400, "prompt is an empty list; at least one token id or text is needed", param="prompt")
-        if isinstance(request.prompt[0], str) and len(request.prompt) > MAX_PROMPTS:
-            raise ApiError(400, f"prompt has {len(request.prompt)} texts; at most {MAX_PROMPTS} are allowed in one request", param="prompt")
+        if not isinstance(request.prompt[0], int) and len(request.prompt) > MAX_PROMPTS:
+            raise ApiError(400, f"prompt has {len(request.prompt)} prompts; at most {MAX_PROMPTS} are allowed in one request", param="prompt")
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens is 0; at least 1 is needed (0 only with echo: true)", param="max_tokens")
+    if request.best_of is not None:
+        if request.best_of < request.n:
+            raise ApiError(400, f"best_of is {request.best_of}, but {request.n} choices are asked for (n); it must be at least n", param="best_of")
+        if request.best_of > request.n and request.stream:
+            raise ApiError(400, "best_of cannot be streamed: which choice is best is known at the end", param="best_of")
+    return request
+
+
+def embedding_request(body: dict[str, Any]) -> EmbeddingRequest:
+    """Raises ApiError 400."""
+    request = checked(EmbeddingRequest, body)
+    _check_unknown(request)
+    if isinstance(request.input, list) and request.input and not isinstance(request.input[0], int) and len(request.input) > MAX_EMBEDDING_INPUTS:
+        raise ApiError(400, f"input has {len(request.input)} inputs; at most {MAX_EMBEDDING_INPUTS} are allowed in one request", param="input")
     return request
 
 
 def tokenize_request(body: dict[str, Any]) -> TokenizeRequest:
     """Raises ApiError 400."""
-    request = _checked(TokenizeRequest, body)
+    request = checked(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
+    if request.messages is not None:
+        check_messages(request.messages)
     return request
+
+
+def detokenize_request(body: dict[str, Any]) -> DetokenizeRequest:
+    """Raises ApiError 400."""
+    return checked(DetokenizeRequest, body)
+
+
+def check_messages(messages: list[Message]) -> None:
+    """What a role must have and may not have. Raises ApiError 400."""
+    for i, message in enumerate(messages):
+        path = f"messages[{i}]"
+        if message.content is None and message.role != "assistant":
+            raise ApiError(400, f"{path}.content is missing", param=f"{path}.content")
+        if message.tool_calls and message.role != "assistant":
+            raise ApiError(400, f"{path}.tool_calls is only allowed in a message of role assistant", param=f"{path}.tool_calls")
 
 
 def check_model(asked: str, served: list[str]) -> None:
@@ -66,9 +119,9 @@ def check_model(asked: str, served: list[str]) -> None:
         )
 
 
-def stop_strings(request: GenerationOptions) -> list[str]:
+def stop_strings(given: str | list[str]) -> list[str]:
     """The stops of a request. Raises ApiError 400."""
-    stops = [request.stop] if isinstance(request.stop, str) else list(request.stop or ())
+    stops = [given] if isinstance(given, str) else given
     if len(stops) > MAX_STOPS:
         raise ApiError(400, f"stop has {len(stops)} texts; at most {MAX_STOPS} are allowed", param="stop")
     for stop in stops:
@@ -77,46 +130,17 @@ def stop_strings(request: GenerationOptions) -> list[str]:
     return stops
 
 
-def max_new_tokens(prompt_tokens: int, asked: int | None, context: int, *, default: int | None, param: str) -> int:
-    """How many tokens may be made: what was asked, else `default` or the rest of the context, whichever is less.
-
-    Raises ApiError 400 when prompt, or prompt and asked tokens, do not fit; it never names a number that the user did not send.
-    """
-    room = context - prompt_tokens
-    if room < 1:
-        message = f"the prompt has {prompt_tokens} tokens, but the context is {context} tokens, prompt and answer together; shorten the prompt"
-        raise ApiError(400, message, code="context_length_exceeded", param=param)
-    if asked is None:
-        return room if default is None else min(default, room)
-    if asked > room:
-        raise ApiError(
-            400,
-            f"the prompt has {prompt_tokens} tokens and {asked} more are asked for, but the context is {context} tokens; "
-            f"ask for at most {room}, or shorten the prompt",
-            code="context_length_exceeded",
-            param=param,
-        )
-    return asked
-
-
-def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError 400 for a token id outside the vocabulary."""
-    for i, token in enumerate(ids):
-        if token >= vocab_size:
-            message = f"{param}[{i}] is {token}; token ids of this model go from 0 to {vocab_size - 1}"
-            raise ApiError(400, message, code="token_out_of_vocabulary", param=f"{param}[{i}]")
-
-
-def refuse_bootstrap(body: dict[str, Any]) -> None:
-    """The public port takes no hand-over. Raises ApiError 400."""
-    for name in body:
-        if name.startswith("bootstrap_"):
+def refuse_internal_options(body: dict[str, Any]) -> None:
+    """The public port takes no hand-over and no priority. Raises ApiError 400."""
+    for name, value in body.items():
+        if name.startswith("bootstrap_") or (name == "priority" and value is not None):
             raise ApiError(400, f"{name} is an internal option; it is not allowed on the public port", code="internal_option", param=name)
 
 
-def _checked(kind: type[R], body: dict[str, Any]) -> R:
+def checked(kind: type[R], body: dict[str, Any]) -> R:
+    """A body as its model. Raises ApiError 400 with the first faults."""
     try:
-        return kind.model_validate({k: _without_nulls(v) if k == "stream_options" else v for k, v in body.items() if v is not None})
+        return kind.model_validate({k: _without_nulls(v) if k in _NULLS_INSIDE else v for k, v in body.items() if v is not None})
     except ValidationError as e:
         raise _refusal(e, body) from e
 
@@ -125,7 +149,16 @@ def _without_nulls(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def _check_generation(request: GenerationOptions, body: dict[str, Any]) -> None:
+def _check_generation(request: GenerationOptions) -> None:
+    _check_unknown(request)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
+
+
+def _check_unknown(request: BaseModel) -> None:
+    """Options that no model knows. Raises ApiError 400 by name."""
     for name, value in (request.model_extra or {}).items():
         if name in NEUTRAL_OPTIONS:
             continue
@@ -140,8 +173,6 @@ def _check_generation(request: GenerationOptions, body: dict[str, Any]) -> None:
                 code="unsupported_option",
                 param=name,
             )
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
 
 
 def _same(value: Any, allowed: Any) -> bool:

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 CHAT = "/v1/chat/completions"
 COMP = "/v1/completions"
@@ -65,7 +64,16 @@ BAD = [
     (CHAT, chat(messages=[{"role": "nosuch", "content": "x"}]), 400, "invalid_value", "messages[0].role", ["nosuch"]),
     (CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, "invalid_value", "messages[0].content", ["5", "text"]),
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "invalid_value", "messages[0].content", ["parts"]),
-    (CHAT, chat(messages=[{"role": "user"}] * 500), 400, "invalid_value", "messages[0].content", ["495 more"]),
+    (CHAT, chat(messages=[{"role": "user", "content": 5}] * 500), 400, "invalid_value", "messages[0].content", ["495 more"]),
+    (CHAT, chat(messages=[{"role": "user"}]), 400, "invalid_value", "messages[0].content", ["missing"]),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]),
+        400,
+        "invalid_value",
+        "messages[0].tool_calls",
+        ["assistant"],
+    ),
     (CHAT, chat(messages=[{"role": "user", "content": LONG}]), 400, "context_length_exceeded", "messages", ["619", "512"]),
     (CHAT, chat(messages=[{"role": "user", "content": LONG}], stream=True), 400, "context_length_exceeded", "messages", ["619", "512"]),
     (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens", ["0", "1"]),
@@ -90,15 +98,66 @@ BAD = [
     (CHAT, chat(stream="yes"), 400, "invalid_value", "stream", ['"yes"']),
     (CHAT, chat(stream_options={"include_usage": True}), 400, "invalid_value", "stream_options", ["stream: true"]),
     (CHAT, chat(stream=True, stream_options={"nosuch": 1}), 400, "invalid_value", "stream_options.nosuch", []),
-    (CHAT, chat(n=2), 400, "unsupported_option", "n", ["2", "1"]),
-    (CHAT, chat(n=0), 400, "unsupported_option", "n", []),
-    (CHAT, chat(n=True), 400, "unsupported_option", "n", []),
-    (CHAT, chat(logprobs=True), 400, "unsupported_option", "logprobs", []),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "unsupported_option", "tools", []),
-    (CHAT, chat(response_format={"type": "json_object"}), 400, "unsupported_option", "response_format", []),
-    (CHAT, chat(logit_bias={"5": 1}), 400, "unsupported_option", "logit_bias", []),
-    (CHAT, chat(presence_penalty=0.5), 400, "unsupported_option", "presence_penalty", []),
-    (CHAT, chat(top_k=5), 400, "unsupported_option", "top_k", ["top_k"]),
+    (CHAT, chat(n=0), 400, "invalid_value", "n", ["1"]),
+    (CHAT, chat(n=129), 400, "invalid_value", "n", ["129", "128"]),
+    (CHAT, chat(n=100_000), 400, "invalid_value", "n", ["128"]),
+    (CHAT, chat(n=True), 400, "invalid_value", "n", []),
+    (CHAT, chat(n=2.0), 400, "invalid_value", "n", []),
+    (CHAT, chat(logprobs=1), 400, "invalid_value", "logprobs", []),
+    (CHAT, chat(top_logprobs=3), 400, "invalid_value", "top_logprobs", ["logprobs: true"]),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "invalid_value", "top_logprobs", ["20"]),
+    (CHAT, chat(prompt_logprobs=21), 400, "invalid_value", "prompt_logprobs", ["20"]),
+    (CHAT, chat(prompt_logprobs=1, stream=True), 400, "invalid_value", "prompt_logprobs", ["streamed"]),
+    (CHAT, chat(logit_bias={"99999999": 5}), 400, "token_out_of_vocabulary", "logit_bias", ["99999999", "259"]),
+    (CHAT, chat(logit_bias={"-1": 5}), 400, "invalid_value", "logit_bias", ["-1"]),
+    (CHAT, chat(logit_bias={"abc": 5}), 400, "invalid_value", "logit_bias", ["abc"]),
+    (CHAT, chat(logit_bias={"5": 1000}), 400, "invalid_value", "logit_bias", ["-100 to 100"]),
+    (CHAT, chat(logit_bias={"5": "1"}), 400, "invalid_value", "logit_bias", ["5"]),
+    (CHAT, chat(logit_bias=[5]), 400, "invalid_value", "logit_bias", ["object"]),
+    (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), 400, "invalid_value", "logit_bias", ["1024"]),
+    (CHAT, chat(presence_penalty=2.1), 400, "invalid_value", "presence_penalty", ["-2 to 2"]),
+    (CHAT, chat(frequency_penalty=-2.1), 400, "invalid_value", "frequency_penalty", ["-2 to 2"]),
+    (CHAT, chat(repetition_penalty=0), 400, "invalid_value", "repetition_penalty", ["above 0"]),
+    (CHAT, chat(min_p=1.1), 400, "invalid_value", "min_p", ["0 to 1"]),
+    (CHAT, chat(top_k=-2), 400, "invalid_value", "top_k", ["-2"]),
+    (CHAT, chat(top_k=1.5), 400, "invalid_value", "top_k", []),
+    (CHAT, chat(min_tokens=-1), 400, "invalid_value", "min_tokens", []),
+    (CHAT, chat(min_tokens=9, max_tokens=8), 400, "invalid_value", "min_tokens", ["9", "8"]),
+    (CHAT, chat(stop_token_ids=[99_999_999], min_tokens=1), 400, "token_out_of_vocabulary", "stop_token_ids[0]", ["259"]),
+    (CHAT, chat(stop_token_ids=[1] * 65), 400, "invalid_value", "stop_token_ids", ["64"]),
+    (CHAT, chat(stop_token_ids=["a"]), 400, "invalid_value", "stop_token_ids[0]", []),
+    (CHAT, chat(cache_salt=""), 400, "invalid_value", "cache_salt", []),
+    (CHAT, chat(user=5), 400, "invalid_value", "user", []),
+    (CHAT, chat(priority=1), 400, "internal_option", "priority", ["public port"]),
+    (CHAT, chat(best_of=2), 400, "unsupported_option", "best_of", []),
+    (CHAT, chat(echo=True), 400, "unsupported_option", "echo", []),
+    (CHAT, chat(temprature=1), 400, "unsupported_option", "temprature", []),
+    (CHAT, chat(continue_final_message=True), 400, "invalid_value", "messages[0].role", ["user"]),
+    (CHAT, chat(continue_final_message=True, add_generation_prompt=True), 400, "invalid_value", "add_generation_prompt", []),
+    (CHAT, chat(response_format="json"), 400, "invalid_value", "response_format", []),
+    (CHAT, chat(response_format={"type": "xml"}), 400, "invalid_value", "response_format.type", ["xml"]),
+    (CHAT, chat(response_format={"type": "json_schema"}), 400, "invalid_value", "response_format.json_schema", ["missing"]),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        400,
+        "invalid_value",
+        "response_format.json_schema.schema",
+        [],
+    ),
+    (CHAT, chat(response_format={"type": "json_object", "regex": "a"}), 400, "invalid_value", "response_format.regex", []),
+    (CHAT, chat(guided_regex="("), 400, "invalid_grammar", "guided_regex", ["unclosed group"]),
+    (CHAT, chat(guided_regex=""), 400, "invalid_value", "guided_regex", ["empty"]),
+    (CHAT, chat(guided_choice=[]), 400, "invalid_value", "guided_choice", []),
+    (CHAT, chat(guided_choice=["a", ""]), 400, "invalid_value", "guided_choice", ["empty"]),
+    (CHAT, chat(guided_grammar="nostart: 'a'"), 400, "invalid_grammar", "guided_grammar", ["start"]),
+    (CHAT, chat(guided_json="{"), 400, "invalid_value", "guided_json", ["JSON"]),
+    (CHAT, chat(guided_json="5"), 400, "invalid_value", "guided_json", ["object"]),
+    (CHAT, chat(guided_json={"type": "nosuch"}), 400, "invalid_grammar", "guided_json", ["nosuch"]),
+    (CHAT, chat(guided_json={}, guided_regex="a"), 400, "invalid_value", "guided_regex", ["only one of"]),
+    (CHAT, chat(structured_outputs={}), 400, "invalid_value", "structured_outputs", ["nothing"]),
+    (CHAT, chat(structured_outputs={"nosuch": 1}), 400, "invalid_value", "structured_outputs.nosuch", []),
+    (CHAT, chat(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "invalid_value", "structured_outputs.choice", ["only one"]),
     (CHAT, chat(bootstrap_room=5), 400, "internal_option", "bootstrap_room", ["public port"]),
     (COMP, comp(prompt=""), 400, "invalid_value", "prompt", ["no tokens"]),
     (COMP, comp(prompt=[]), 400, "invalid_value", "prompt", ["empty"]),
@@ -106,13 +165,27 @@ BAD = [
     (COMP, comp(prompt=[-1]), 400, "invalid_value", "prompt", []),
     (COMP, comp(prompt=[5, 99_999_999]), 400, "token_out_of_vocabulary", "prompt[1]", ["99999999", "259"]),
     (COMP, comp(prompt={"a": 1}), 400, "invalid_value", "prompt", ["object"]),
+    (COMP, comp(prompt=["a"] * 10_000), 400, "invalid_value", "prompt", ["10000", "128"]),
     (COMP, comp(prompt=["a"] * 129), 400, "invalid_value", "prompt", ["129", "128"]),
     (COMP, comp(prompt=["ok", LONG]), 400, "context_length_exceeded", "prompt[1]", ["600", "512"]),
     (COMP, comp(prompt="x" * 512), 400, "context_length_exceeded", "prompt", ["512 tokens"]),
     (COMP, comp(prompt="x" * 511, max_tokens=10), 400, "context_length_exceeded", "prompt", ["511", "10", "512"]),
     (COMP, comp(max_completion_tokens=5), 400, "unsupported_option", "max_completion_tokens", []),
-    (COMP, comp(echo=True), 400, "unsupported_option", "echo", []),
-    (COMP, comp(best_of=3), 400, "unsupported_option", "best_of", []),
+    (COMP, comp(prompt=[[1], "a"]), 400, "invalid_value", "prompt", ["lists of token ids"]),
+    (COMP, comp(prompt=[[1], []]), 400, "invalid_value", "prompt[1]", ["no tokens"]),
+    (COMP, comp(prompt=[[1], [300]]), 400, "token_out_of_vocabulary", "prompt[1][0]", []),
+    (COMP, comp(prompt=["a"] * 100, n=6), 400, "invalid_value", "n", ["600", "512"]),
+    (COMP, comp(max_tokens=0), 400, "invalid_value", "max_tokens", ["echo"]),
+    (COMP, comp(best_of=21), 400, "invalid_value", "best_of", ["20"]),
+    (COMP, comp(best_of=2, n=3), 400, "invalid_value", "best_of", ["2", "3"]),
+    (COMP, comp(best_of=2, stream=True), 400, "invalid_value", "best_of", ["streamed"]),
+    (COMP, comp(logprobs=True), 400, "invalid_value", "logprobs", []),
+    (COMP, comp(logprobs=21), 400, "invalid_value", "logprobs", ["20"]),
+    (COMP, comp(suffix="x"), 400, "unsupported_option", "suffix", ["suffix"]),
+    (COMP, comp(tools=[]), 400, "unsupported_option", "tools", []),
+    (COMP, comp(top_logprobs=1), 400, "unsupported_option", "top_logprobs", []),
+    ("/detokenize", b'{"tokens":[260]}', 400, "token_out_of_vocabulary", "tokens[0]", ["260"]),
+    ("/detokenize", b'{"tokens":"a"}', 400, "invalid_value", "tokens", []),
     ("/tokenize", b'{"prompt":"a","messages":[{"role":"user","content":"x"}]}', 400, "invalid_value", "prompt", ["either"]),
     ("/tokenize", b"{}", 400, "invalid_value", "prompt", []),
     (CHAT, chat(user="x" * 70_000), 413, "body_too_large", None, ["65536", "--max-body-bytes"]),
@@ -123,7 +196,7 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "body", "status", "code", "param", "words"), BAD, ids=lambda v: v[:40] if isinstance(v, (str, bytes)) else None)
 def test_bad_input_is_refused_in_words(runtime: Runtime, path: str, body: bytes, status: int, code: str, param: str | None, words: list[str]) -> None:
-    answer = httpx.post(runtime.data + path, content=body, headers={"X-Request-Id": "my-id-1"}, timeout=10)
+    answer = HTTP.post(runtime.data + path, content=body, headers={"X-Request-Id": "my-id-1"}, timeout=10)
     assert answer.status_code == status, answer.text
     assert len(answer.content) < 4096
     assert answer.headers["x-request-id"] == "my-id-1"
@@ -143,25 +216,25 @@ def test_bad_input_is_refused_in_words(runtime: Runtime, path: str, body: bytes,
     ],
 )
 def test_internal_names_are_refused_on_the_public_port(runtime: Runtime, headers: dict[str, str], code: str) -> None:
-    answer = httpx.post(runtime.data + CHAT, content=chat(), headers=headers)
+    answer = HTTP.post(runtime.data + CHAT, content=chat(), headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
 @pytest.mark.parametrize("path", ["/worker", "/tokenizer", "/abort_request"])
 def test_control_calls_are_not_on_the_public_port(runtime: Runtime, path: str) -> None:
-    assert httpx.get(runtime.data + path).status_code == 404
+    assert HTTP.get(runtime.data + path).status_code == 404
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_json_is_json_whatever_the_content_type(runtime: Runtime, content_type: str) -> None:
-    assert httpx.post(runtime.data + CHAT, content=chat(), headers={"Content-Type": content_type}).status_code == 200
+    assert HTTP.post(runtime.data + CHAT, content=chat(), headers={"Content-Type": content_type}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"store": False, "metadata": {"a": "b"}, "user": "u", "parallel_tool_calls": True, "service_tier": "auto"},
-        {"n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "tools": [], "response_format": {"type": "text"}},
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0, "tools": [], "response_format": {"type": "text"}},
         dict.fromkeys(
             "n logprobs stop stream stream_options max_tokens max_completion_tokens temperature top_p seed user ignore_eos tools logit_bias".split()
         ),
@@ -171,22 +244,22 @@ def test_json_is_json_whatever_the_content_type(runtime: Runtime, content_type: 
     ],
 )
 def test_what_asks_for_nothing_unusual_is_served(runtime: Runtime, options: dict[str, Any]) -> None:
-    answer = httpx.post(runtime.data + CHAT, content=chat(**options))
+    answer = HTTP.post(runtime.data + CHAT, content=chat(**options))
     assert answer.status_code == 200, answer.text
 
 
 def test_duplicate_keys_take_the_last(runtime: Runtime) -> None:
-    assert httpx.post(runtime.data + CHAT, content=raw('"max_tokens":0,"max_tokens":2')).json()["usage"]["completion_tokens"] == 2
+    assert HTTP.post(runtime.data + CHAT, content=raw('"max_tokens":0,"max_tokens":2')).json()["usage"]["completion_tokens"] == 2
 
 
 def test_a_prompt_of_all_but_one_token_gives_one_token(runtime: Runtime) -> None:
-    answer = httpx.post(runtime.data + COMP, content=comp(prompt="x" * 511)).json()
+    answer = HTTP.post(runtime.data + COMP, content=comp(prompt="x" * 511)).json()
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_strange_request_id_is_replaced(runtime: Runtime) -> None:
-    answer = httpx.get(runtime.data + "/v1/models", headers={"X-Request-Id": "a" * 500})
+    answer = HTTP.get(runtime.data + "/v1/models", headers={"X-Request-Id": "a" * 500})
     assert len(answer.headers["x-request-id"]) == 32
 
 
@@ -246,7 +319,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(runtime: Runtime) ->
 
 
 def test_a_chunked_body_over_the_limit_is_refused(runtime: Runtime) -> None:
-    answer = httpx.post(runtime.data + CHAT, content=iter([b"x" * 40_000, b"y" * 40_000]))
+    answer = HTTP.post(runtime.data + CHAT, content=iter([b"x" * 40_000, b"y" * 40_000]))
     assert answer.status_code == 413
 
 

@@ -8,17 +8,24 @@ The words of a prompt (bytes as ids, specials part words) are commands:
     break:N         `Failed` with 500 after N tokens
     hang            never answers, until it is aborted
     die             exits at once
-Without a command: `max_new` tokens. A prefill leg ends with `HandedOver`.
+    burst:N         N tokens in each message
+    hex:BYTES       like say, with bytes as hex digits
+    compile:fail    `Failed` with 400, as for a grammar that does not compile
+Without a command: `max_new` tokens. A prefill leg ends with `HandedOver`, an embedding with the vector (bytes of the prompt, its length).
+A token that is one of the request's stop ids ends the answer (after `min_tokens`). Logprobs are functions of the token: see `logprob`.
+Control calls are answered with what was asked; op `log_level` with level `hang` is not answered, with level `bad` 400.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from fleet_contract.wire import decode_ids
@@ -41,6 +48,8 @@ class Row:
         self.next_at = 0.0
 
     def _tokens(self) -> list[int]:
+        if "hex" in self.commands:
+            return list(bytes.fromhex(self.commands["hex"]))
         if "say" in self.commands:
             return list(self.commands["say"].replace("_", " ").encode())
         count = int(self.commands.get("count", self.admit.max_new))
@@ -48,7 +57,13 @@ class Row:
 
     @property
     def finish(self) -> str:
-        return "stop" if "say" in self.commands else "length"
+        return "stop" if {"say", "hex"} & self.commands.keys() else "length"
+
+
+def logprob(token: int, top: int) -> m.TokenLogprob:
+    """The token's own and the `top` most likely: the token itself first, then the ids after it."""
+    ids = [(token + i) % 256 for i in range(top)]
+    return m.TokenLogprob(token, -0.5 - token / 1000, ids, [-0.5 - token / 1000 - i for i in range(top)])
 
 
 class FakeScheduler:
@@ -63,6 +78,7 @@ class FakeScheduler:
         self.push: dict[str, zmq.Socket[bytes]] = {}
         self.peers: dict[str, str] = {m.SUPERVISOR: ""}
         self.rows: dict[tuple[str, int], Row] = {}
+        self.early: list[m.Admit] = []
         self.log = Path(os.environ.get("FAKE_SCHEDULER_LOG", "/dev/null"))
 
     def send(self, peer: str, message: m.Message) -> None:
@@ -104,20 +120,36 @@ class FakeScheduler:
         self.note(message)
         if isinstance(message, m.Peers):
             self.peers.update({m.HTTP: message.http, m.DETOKENIZER: message.detokenizer})
+            early, self.early = self.early, []
+            for admit in early:
+                if admit.sender == message.http:
+                    self.admit(admit)
         elif isinstance(message, m.PeerDied):
             self.rows.clear()
         elif isinstance(message, m.Admit) and message.sender == self.peers.get(m.HTTP):
             self.admit(message)
+        elif isinstance(message, m.Admit) and m.HTTP not in self.peers:
+            self.early.append(message)  # channels are not ordered among each other: its `Peers` is still to come
         elif isinstance(message, m.Abort):
             for rid, index in [k for k in self.rows if k[0] == message.rid]:
                 self.fail(rid, index, 499, "aborted", message.reason)
+        elif isinstance(message, m.Control):
+            self.control(message)
         elif isinstance(message, m.Stopped):
             self.rows.pop((message.rid, message.index), None)
 
+    def control(self, message: m.Control) -> None:
+        status, data = 200, {"op": message.op, "args": message.args}
+        if message.args.get("level") == "hang":
+            return
+        if message.args.get("level") == "bad":
+            status, data = 409, {"message": "not now", "code": "busy"}
+        self.send(m.DETOKENIZER, m.ControlReply(id=message.id, status=status, data=json.dumps(data).encode()))
+
     def note(self, message: m.Message) -> None:
         """Appends what came to a file, for tests that ask what http sent."""
-        if isinstance(message, (m.Admit, m.Abort, m.RoomRejected, m.Stopped)):
-            line = {"kind": type(message).__name__, **{f: getattr(message, f) for f in message.__struct_fields__ if f != "ids"}}
+        if isinstance(message, (m.Admit, m.Abort, m.RoomRejected, m.Stopped, m.Control)):
+            line = {"kind": type(message).__name__, **{f: msgspec.to_builtins(getattr(message, f)) for f in message.__struct_fields__ if f != "ids"}}
             if isinstance(message, m.Admit):
                 line["ids"] = decode_ids(message.ids)
             with self.log.open("a") as f:
@@ -129,6 +161,11 @@ class FakeScheduler:
             os._exit(7)
         if "fail" in row.commands:
             self.send(m.DETOKENIZER, self.failed(message.rid, message.index, 429, row.commands["fail"], "the queue is full"))
+        elif "compile" in row.commands:
+            self.send(m.DETOKENIZER, self.failed(message.rid, message.index, 400, "invalid_grammar", "the grammar does not compile"))
+        elif message.embed:
+            vector = struct.pack(f"<{len(row.prompt) + 1}f", *row.prompt, len(row.prompt))
+            self.send(m.DETOKENIZER, m.Embedded(rid=message.rid, index=message.index, vector=vector, prompt_tokens=len(row.prompt)))
         elif message.leg == "prefill":
             done = m.HandedOver(rid=message.rid, index=message.index, cached_tokens=16, prompt_tokens=len(row.prompt))
             self.send(m.DETOKENIZER, done)
@@ -144,15 +181,41 @@ class FakeScheduler:
                 self.fail(rid, index, 500, "device_error", "the device failed")
                 continue
             row.next_at = now + int(row.commands.get("slow", 0)) / 1000
-            token = row.tokens[row.sent]
-            row.sent += 1
-            last = row.sent == len(row.tokens)
-            opened = m.OpenText(row.prompt[-5:], list(row.admit.stop), len(row.prompt)) if row.sent == 1 else None
-            items.append(m.Sampled(rid, index, [token], row.sent, row.finish if last else None, 16, opened))
-            if last:
+            items.append(self.sample(row))
+            if items[-1].finish is not None:
                 del self.rows[rid, index]
         if items:
             self.send(m.DETOKENIZER, m.SampledBatch(items=items))
+
+    def sample(self, row: Row) -> m.Sampled:
+        """The next tokens of a row."""
+        admit, first = row.admit, row.sent == 0
+        tokens = row.tokens[row.sent : row.sent + int(row.commands.get("burst", 1))]
+        finish, stop_id = None, -1
+        for n, token in enumerate(tokens):
+            if token in admit.stop_ids and row.sent + n >= admit.min_tokens:
+                tokens, finish, stop_id, row.sent = tokens[:n], "stop", token, row.sent + 1
+                break
+        row.sent += len(tokens)
+        if finish is None and row.sent == len(row.tokens):
+            finish = row.finish
+        opened = None
+        if first:
+            opened = m.OpenText(
+                row.prompt[-5:],
+                list(admit.stop),
+                len(row.prompt),
+                admit.min_tokens,
+                admit.include_stop,
+                admit.keep_special,
+                admit.spaces_between_special,
+            )
+        sampled = m.Sampled(admit.rid, admit.index, tokens, row.sent, finish, 16, opened, stop_id=stop_id)
+        if admit.logprobs >= 0:
+            sampled.logprobs = [logprob(t, admit.logprobs) for t in tokens]
+        if first and admit.prompt_logprobs >= 0:
+            sampled.prompt_logprobs = [logprob(t, admit.prompt_logprobs) for t in row.prompt[1:]]
+        return sampled
 
     def fail(self, rid: str, index: int, status: int, code: str, message: str) -> None:
         self.rows.pop((rid, index), None)

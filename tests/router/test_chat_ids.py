@@ -1,0 +1,78 @@
+"""The ids that the router makes of a chat are those that the runtime would make of the same body; what it cannot read it leaves to it."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from fleet_router.body import CHAT, parse_body, read_prompt
+from fleet_text.chat import chat_inputs
+from fleet_text.prompt import PromptEncoder
+
+TEMPLATE = """\
+{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}{{ 'quick' if enable_thinking is defined and not enable_thinking }}"""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "number", "minimum": 1e-7}}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1.50, "s": "é\\u00e9"}'}}
+USER = {"role": "user", "content": "Grüße 😀"}
+
+
+@pytest.fixture(scope="module")
+def encoder() -> PromptEncoder:
+
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PromptEncoder({"tokenizer.json": made.to_str().encode(), "chat_template.jinja": TEMPLATE.encode()})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [USER]},
+        {"messages": [USER], "tools": [TOOL]},
+        {"messages": [USER], "tools": [TOOL], "tool_choice": "none"},
+        {"messages": [USER], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                      {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]}]},
+        {"messages": [USER, {"role": "assistant", "content": "Ja, "}], "continue_final_message": True},
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [USER], "add_generation_prompt": False, "tools": None, "chat_template_kwargs": None},
+    ],
+)  # fmt: skip
+async def test_router_and_runtime_make_the_same_ids(encoder: PromptEncoder, body: dict[str, Any]) -> None:
+    data = json.dumps({"model": "m", **body, "temperature": 1, "metadata": {"a": "b"}}).encode()
+    prompt = await read_prompt(parse_body(CHAT, data), encoder, 1)
+    assert prompt.ids == encoder.encode_inputs(chat_inputs(json.loads(data)))
+    assert prompt.ids is not None and prompt.tokens == len(prompt.ids)
+
+
+async def test_what_only_the_tools_change_changes_the_keys(encoder: PromptEncoder) -> None:
+    other = json.loads(json.dumps(TOOL).replace("number", "string"))
+    prompts = [
+        await read_prompt(parse_body(CHAT, json.dumps({"model": "m", "messages": [USER], "tools": [t]}).encode()), encoder, 1) for t in (TOOL, other)
+    ]
+    assert prompts[0].keys[-1] != prompts[1].keys[-1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": 5}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "continue_final_message": true}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": 1e999}}',
+    ],
+)
+async def test_what_the_router_cannot_render_goes_to_the_runtime_as_it_is(encoder: PromptEncoder, body: bytes) -> None:
+    prompt = await read_prompt(parse_body(CHAT, body), encoder, 1)
+    assert prompt.ids is None and prompt.tokens > 0
+
+
+def test_the_prompt_code_of_the_edge_loads_no_pydantic() -> None:
+    code = "import sys, fleet_router.body, fleet_text.prompt; sys.exit(any(m in sys.modules for m in ('pydantic', 'fastapi', 'httpx', 'torch')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
