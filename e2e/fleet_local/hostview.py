@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fleet_contract.names import BUNDLED_MODELS_DIR
+from fleet_contract.names import BUNDLED_MODELS_DIR, NATIVE_LIBRARY_DIR
 from fleet_local.layout import cache_folder
 
 IMAGE: Final = "localhost/radixfleet/local:dev"
@@ -42,14 +42,19 @@ class Bind:
     target: str
 
 
-def host_view(folders: Iterable[str], *, models: Path) -> list[Bind]:
-    """The binds of every container: each folder at its own path, none twice, none below another; and the models. Pure but for link resolution.
+def host_view(folders: Iterable[str], *, models: Path, native: Path) -> list[Bind]:
+    """The binds of every container: each folder at its own path, none twice, none below another; the models; the native executor's libraries.
+
+    Pure but for link resolution.
 
     Exact folders, never a home above them: the folders on the way are then the container's own and open to a non-root user.
     """
     wanted = sorted({os.path.abspath(f) for f in folders})
     outer = [f for f in wanted if not any(f != o and Path(f).is_relative_to(o) for o in wanted)]
-    return [Bind(os.path.realpath(f), f) for f in outer] + [Bind(os.path.realpath(models), BUNDLED_MODELS_DIR)]
+    return [Bind(os.path.realpath(f), f) for f in outer] + [
+        Bind(os.path.realpath(models), BUNDLED_MODELS_DIR),
+        Bind(os.path.realpath(native), NATIVE_LIBRARY_DIR),
+    ]
 
 
 def this_host() -> list[Bind]:
@@ -66,8 +71,10 @@ def this_host() -> list[Bind]:
         if spec is not None and spec.origin is not None:
             folders.append(str(Path(spec.origin).parent.parent))
     models = Path(os.environ.get("RADIXFLEET_MODELS") or cache_folder() / "models")
-    models.mkdir(parents=True, exist_ok=True)
-    return host_view(folders, models=models)
+    native = cache_folder() / "native"
+    for folder in (models, native):
+        folder.mkdir(parents=True, exist_ok=True)
+    return host_view(folders, models=models, native=native)
 
 
 def closed_to_others(binds: Iterable[Bind]) -> list[str]:

@@ -1,10 +1,11 @@
 """Makes the executor that `--executor` names. Called once by the scheduler process at its start.
 
-Executors are back ends: each is imported only when it is chosen, so that `simulated` never loads torch.
+Executors are back ends: each is imported only when it is chosen, so that `simulated` and `native` never load torch.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -13,6 +14,8 @@ from fleet_runtime.engine.base import Executor, Progress
 from fleet_runtime.engine.memory import pages_in
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.files import SIMULATED
+
+_log = logging.getLogger(__name__)
 
 
 class Maker(Protocol):
@@ -28,7 +31,7 @@ def make_executor(flags: RuntimeLaunch, model_folder: str | Path | None, threads
     Raises StartError(ModelInvalid | OutOfMemory | BadFlag).
     """
     simulated = flags.model.startswith(SIMULATED)
-    name = flags.executor if flags.executor != "auto" else "simulated" if simulated else "torch"
+    name = "simulated" if flags.executor == "auto" and simulated else flags.executor
     if (name == "simulated") != simulated:
         raise StartError(
             "BadFlag",
@@ -46,11 +49,50 @@ def _make_simulated(flags: RuntimeLaunch, model_folder: Path | None, threads: in
     return executor
 
 
+def _make_auto(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:
+    """`native` where this CPU and model allow it, else `torch`; the log says why."""
+    from fleet_runtime.engine.native_executor import NoLibrary, load_native_executor, refusal_of
+    from fleet_runtime.models.families import spec_of
+    from fleet_runtime.models.files import read_config
+
+    assert model_folder is not None
+    if flags.dtype in ("float32", "float16"):
+        why: str | None = f"--dtype is {flags.dtype}, the native executor computes in bfloat16"
+    else:
+        try:
+            why = refusal_of(spec_of(model_folder, read_config(model_folder)))
+        except StartError as e:
+            why = e.message
+    if why is None:
+        try:
+            return load_native_executor(flags, model_folder, threads, progress)
+        except NoLibrary as e:
+            why = str(e)
+    if flags.weight_dtype == "int8":
+        raise StartError("BadFlag", f"--weight-dtype int8 needs the native executor: {why}; leave --weight-dtype out")
+    _log.warning("the torch executor is taken, which is several times slower than native: %s", why)
+    return _make_torch(flags, model_folder, threads, progress)
+
+
+def _make_native(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:
+    from fleet_runtime.engine.native_executor import NoLibrary, load_native_executor
+
+    assert model_folder is not None
+    if flags.dtype in ("float32", "float16"):
+        raise StartError("BadFlag", f"--dtype is {flags.dtype}: the native executor computes in bfloat16; leave --dtype out or take --executor torch")
+    try:
+        return load_native_executor(flags, model_folder, threads, progress)
+    except NoLibrary as e:
+        raise StartError("BadFlag", f"--executor is native: {e}") from e
+
+
 def _make_torch(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:
     from fleet_runtime.engine.torch_executor import load_torch_executor
 
+    if flags.weight_dtype == "int8":
+        raise StartError("BadFlag", "--weight-dtype int8 needs the native executor, --executor is torch; leave one of them out")
     assert model_folder is not None
     return load_torch_executor(flags, model_folder, threads, progress)
 
 
-EXECUTORS: Final[dict[str, Maker]] = {"torch": _make_torch, "simulated": _make_simulated}
+EXECUTORS: Final[dict[str, Maker]] = {"auto": _make_auto, "native": _make_native, "torch": _make_torch, "simulated": _make_simulated}

@@ -7,7 +7,6 @@ another batch or chunking moves logits by rounding (matrix products choose their
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,12 +32,12 @@ from fleet_runtime.engine.base import (
     StepInput,
     StepOutput,
     TopLogprobs,
-    greedy,
     relayed,
 )  # fmt: skip
 from fleet_runtime.engine.kv_pool import KvPool, page_bytes
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.engine.paged_attention import StepAttention
+from fleet_runtime.engine.profile import measured
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.base import CausalLm
 from fleet_runtime.models.registry import load_model
@@ -47,11 +46,7 @@ from fleet_runtime.models.weights import count_parameters
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-_MEASURED_CHUNK: Final = 64  # tokens of the prefill that the profile is measured with
-_MEASURED_ROWS: Final = 8  # rows of its wider decode step
-_MEASURED_CONTEXT: Final = 1024  # context of its long decode step
 _LOGIT_ROWS: Final = 64  # places of a prompt whose logits are computed at once
-_REPEATED_BELOW_S: Final = 0.2  # a step that took longer is measured once: on a busy machine the start must not take a minute
 _DTYPES: Final = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -179,30 +174,8 @@ class TorchExecutor:
 
     def warm_up(self, *, max_step_tokens: int, max_rows: int, context_length: int) -> None:
         """Runs a chunk and a few decode steps, which measures the profile. Uses pages from 0 on: call it before anything else does."""
-        room = min(self.layout.num_pages * PAGE_SIZE, context_length)
-        chunk, context = min(max_step_tokens, _MEASURED_CHUNK, room), min(_MEASURED_CONTEXT, room)
-        rows = max(1, min(max_rows, _MEASURED_ROWS, self.layout.num_pages))
-        self.step(*_trial(rows=1, tokens=1))  # first calls of the libraries
-        self._profile = profile_of(
-            chunk=chunk,
-            rows=rows,
-            context=context,
-            chunk_s=self._time(_trial(rows=1, tokens=chunk)),
-            one_s=self._time(_trial(rows=1, tokens=1)),
-            rows_s=self._time(_trial(rows=rows, tokens=1)),
-            context_s=self._time(_trial(rows=1, tokens=1, context=context)),
-        )
-
-    def _time(self, trial: tuple[StepInput, Sampling]) -> float:
-        """Seconds of a run; of the faster of two if it is short."""
-        best = math.inf
-        for _ in range(2):
-            start = time.perf_counter()
-            self.step(*trial)
-            best = min(best, time.perf_counter() - start)
-            if best > _REPEATED_BELOW_S:
-                break
-        return best
+        limits = {"max_step_tokens": max_step_tokens, "max_rows": max_rows, "context_length": context_length}
+        self._profile = measured(self.step, num_pages=self.layout.num_pages, **limits)
 
 
 def _of_good(found: dict[int, _T], failed: Bools) -> dict[int, _T]:
@@ -212,21 +185,6 @@ def _of_good(found: dict[int, _T], failed: Bools) -> dict[int, _T]:
 def _last_of_rows(batch: StepInput, hidden: torch.Tensor) -> torch.Tensor:
     """[R, hidden], the last new token of each row."""
     return hidden[torch.from_numpy(batch.row_starts[1:].astype(np.int64) - 1)]
-
-
-def profile_of(*, chunk: int, rows: int, context: int, chunk_s: float, one_s: float, rows_s: float, context_s: float) -> Profile:
-    """Speed from four measured steps: a chunk, one decode row, several, and one with a long context.
-
-    Other processes disturb such short runs, so what a row adds is kept under half of a step of one row, and what 512 tokens of context add
-    under a step of one row; both are far above what this executor really needs.
-    """
-    per_row_s = min(max(0.0, (rows_s - one_s) / max(1, rows - 1)), one_s / 2)
-    return Profile(
-        prefill_tokens_per_s=chunk / chunk_s,
-        step_base_s=one_s - per_row_s,
-        step_per_row_s=per_row_s,
-        step_per_ctx_token_s=min(max(0.0, (context_s - one_s) / max(1, context - 1)), one_s / 512),
-    )
 
 
 def load_torch_executor(flags: RuntimeLaunch, folder: Path, threads: int, progress: Progress) -> TorchExecutor:
@@ -259,19 +217,3 @@ def load_torch_executor(flags: RuntimeLaunch, folder: Path, threads: int, progre
         loaded - start, time.monotonic() - loaded,
     )  # fmt: skip
     return executor
-
-
-def _trial(*, rows: int, tokens: int, context: int = 0) -> tuple[StepInput, Sampling]:
-    """A greedy step of `rows` rows with `tokens` new tokens each; all rows end at `context` if that is more. Rows have pages of their own."""
-    context = max(context, tokens)
-    pages = -(-context // PAGE_SIZE)
-    step = StepInput(
-        token_ids=np.zeros(rows * tokens, np.int32),
-        positions=np.tile(np.arange(context - tokens, context, dtype=np.int32), rows),
-        row_starts=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens),
-        context_lens=np.full(rows, context, np.int32),
-        page_tables=np.arange(rows * pages, dtype=np.int32).reshape(rows, pages),
-        sample=np.ones(rows, np.bool_),
-        slots=np.arange(rows, dtype=np.int32),
-    )
-    return step, greedy(rows)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_runtime.engine.paged_attention import decode_groups
-from fleet_runtime.engine.torch_executor import TorchExecutor, profile_of
+from fleet_runtime.engine.profile import profile_of
+from fleet_runtime.engine.torch_executor import TorchExecutor
 from fleet_testing.executors import pages_for, random_ids, run, scrambled
 from fleet_testing.oracle import oracle_logits
 from fleet_testing.tiny_llama import Row, make_batch, make_llama, make_step

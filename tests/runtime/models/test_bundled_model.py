@@ -57,7 +57,7 @@ def encoder(folder: Path) -> PromptEncoder:
 
 @pytest.fixture(scope="module")
 def executor(folder: Path) -> Executor:
-    flags = RuntimeLaunch(model=URI, kv_cache_memory=256 << 20, context_length=2048)
+    flags = RuntimeLaunch(model=URI, executor="torch", kv_cache_memory=256 << 20, context_length=2048)
     return make_executor(flags, folder, 2, lambda _p, _t: None)
 
 
