@@ -1,15 +1,16 @@
-"""`radixfleet`: serve a model without a cluster, or run a local cluster."""
+"""`radixfleet`: serve a model or ask it something without a cluster, or run a local cluster."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 
-from fleet_cli import __version__, serve
+from fleet_cli import __version__, generate, serve
 
 USAGE = """usage: radixfleet COMMAND [arguments]
 
   serve MODEL   router and workers as plain processes on this machine: no Kubernetes, no root
+  generate      one answer of a model, without a server
   local ...     a real one-node Kubernetes cluster on this machine: up, down, status, logs, kubectl, helm
   version       print the version
 
@@ -30,7 +31,9 @@ def _version(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve.main, "local": _local, "version": _version, "--version": _version}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve.main, "generate": generate.main, "local": _local, "version": _version, "--version": _version,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     command = COMMANDS.get(words[0])
     if command is None:
-        print(f"radixfleet: {words[0]!r} is not a command; one of: serve, local, version", file=sys.stderr)
+        print(f"radixfleet: {words[0]!r} is not a command; one of: serve, generate, local, version", file=sys.stderr)
         return 2
     return command(words[1:])
 
