@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases help setup setup-python up down status test check up-kill format clean
+.PHONY: cases fuzz soak help setup setup-python up down status test check up-kill bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -27,11 +27,20 @@ test: setup ## lint, types, import contracts, all tests; the end-to-end tests st
 check: setup-python ## the fast part of `test`: lint, types, import contracts, tests without model
 	@dev/test check
 
+fuzz: setup ## the long fuzz: 10,000 bodies of our own and as many of schemathesis to a real worker (BODIES=N)
+	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.fuzz --bodies $(or $(BODIES),10000)
+
 cases: setup ## one line for each fault from the field: which have a passing test
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report
 
+soak: setup ## the long test: 10,000 mixed requests with aborts, errors and retractions; then nothing may be left
+	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.soak
+
 up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
 	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere
+
+bench-runtime: setup ## our runtime beside vLLM and llama.cpp in one run, about an hour on a quiet machine; ARGS='--help' for less
+	@.venv/bin/python -m fleet_bench.peers $(ARGS)
 
 format: setup-python ## format the code and sort imports
 	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format .

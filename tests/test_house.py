@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("contract", "operator", "router", "runtime", "cli", "e2e", "tests")
+ROOMS = ("contract", "operator", "router", "runtime", "cli", "bench", "e2e", "tests")
 
 
 def _tracked(suffix: str = "") -> list[Path]:

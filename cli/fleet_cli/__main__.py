@@ -1,9 +1,11 @@
-"""`radixfleet`: serve a model or ask it something without a cluster, or run a local cluster."""
+"""`radixfleet`: serve a model or ask it something without a cluster, run a local cluster, measure an endpoint."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from fleet_cli import __version__, generate, serve
 
@@ -12,6 +14,7 @@ USAGE = """usage: radixfleet COMMAND [arguments]
   serve MODEL   router and workers as plain processes on this machine: no Kubernetes, no root
   generate      one answer of a model, without a server
   local ...     a real one-node Kubernetes cluster on this machine: up, down, status, logs, kubectl, helm
+  bench ...     load on any OpenAI endpoint, and the profile of a worker's step: serve, step
   version       print the version
 
 Each command takes --help."""
@@ -26,14 +29,29 @@ def _local(argv: Sequence[str]) -> int:
     return local_main(list(argv))
 
 
+def _bench(argv: Sequence[str]) -> int:
+    """Becomes `python -m fleet_bench`."""
+    for module in ("fleet_bench", "httptools", "uvloop"):  # the optional extra `bench`
+        if find_spec(module) is None:
+            print(f"radixfleet bench needs {module}: pip install 'radixfleet[bench]'", file=sys.stderr)
+            return 2
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "fleet_bench", *argv])
+
+
 def _version(argv: Sequence[str]) -> int:
     print(__version__)
     return 0
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "serve": serve.main, "generate": generate.main, "local": _local, "version": _version, "--version": _version,
-}  # fmt: skip
+    "serve": serve.main,
+    "generate": generate.main,
+    "local": _local,
+    "bench": _bench,
+    "version": _version,
+    "--version": _version,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     command = COMMANDS.get(words[0])
     if command is None:
-        print(f"radixfleet: {words[0]!r} is not a command; one of: serve, generate, local, version", file=sys.stderr)
+        print(f"radixfleet: {words[0]!r} is not a command; one of: {', '.join(c for c in COMMANDS if c[0] != '-')}", file=sys.stderr)
         return 2
     return command(words[1:])
 

@@ -26,7 +26,7 @@ class RuntimeLaunch(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     # Set by the operator.
-    model: str = Field(description="Model: bundled://NAME, file:///path, a folder, or simulated://")
+    model: str = Field(description="Model: bundled://NAME, file:///path of a folder or a .gguf file, its path, or simulated://")
     served_model_name: tuple[str, ...] = Field(default=(), description="Name the API answers to; repeat for more")
     role: Literal["prefill", "decode", "unified"] = Field(default="unified", description="What this worker does")
     revision: str = Field(default="", description="Revision of the service, 8 hex digits")

@@ -37,8 +37,14 @@ COUNTERS: Final = (
     "finished_requests_total",
     "failed_requests_total",
     "aborted_requests_total",
+    "retractions_total",  # running requests that gave their pages back and were computed again
+    "grammar_rows_total",  # masks of tokens that a grammar allows
+    "wasted_tokens_total",  # drawn for requests that had ended meanwhile
+    "self_check_failures_total",
+    "scheduler_us_total",  # the scheduler's own work, without what the executor computes
     "running_requests",
     "waiting_requests",
+    "waiting_tokens",
     "pages_total",
     "pages_free",
     "pages_tree",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -125,8 +125,8 @@ class RadixTree:
         """
         self._tick += 1
         node, pages, at = self.root, list[int](), 0
-        while at < max_pages and (child := node.children.get(self._name(node, key, at, namespace))) is not None:
-            same = min(_common_pages(child.key, key, at), max_pages - at)
+        while at < max_pages and (found := self._next(node, key, at, max_pages, namespace)) is not None:
+            child, same = found
             if same < len(child.pages):
                 child = self._split(child, same)
             child.tick = self._tick
@@ -139,12 +139,11 @@ class RadixTree:
     def peek(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
         """Pages that `match` would find now; changes nothing."""
         node, at = self.root, 0
-        while at < max_pages and (child := node.children.get(self._name(node, key, at, namespace))) is not None:
-            same = min(_common_pages(child.key, key, at), max_pages - at)
+        while at < max_pages and (found := self._next(node, key, at, max_pages, namespace)) is not None:
+            node, same = found
             at += same
-            if same < len(child.pages):
+            if same < len(node.pages):
                 break
-            node = child
         return at
 
     def use(self, node: Node) -> None:
@@ -172,8 +171,8 @@ class RadixTree:
         """
         self._touch(start, priority)
         node, at, theirs = start, depth, list[int]()
-        while at < len(pages) and (child := node.children.get(self._name(node, key, at, namespace))) is not None:
-            same = min(_common_pages(child.key, key, at), len(pages) - at)
+        while at < len(pages) and (found := self._next(node, key, at, len(pages), namespace)) is not None:
+            child, same = found
             if same < len(child.pages):
                 child = self._split(child, same)
             child.tick = self._tick
@@ -254,18 +253,33 @@ class RadixTree:
 
     def clear(self) -> list[int]:
         """Drops every page that is not locked, and returns them."""
-        if self.protected:
-            return self.evict(self.evictable)
+        return self.evict(self.evictable) if self.protected else self.reset()
+
+    def reset(self) -> list[int]:
+        """Drops every page, locked or not, and returns them; all handles are void. For repair, when no request holds one."""
         out: list[int] = []
         for node in list(self.nodes()):
             out += node.pages
             node.parent = node.entry = None
         self.root.children = {}
         self._order = []
-        self.evictable = 0
+        self.evictable = self.protected = 0
         if out and self._listener is not None:
             self._listener.cleared()
         return out
+
+    def rebuild(self, handles: Iterable[Node]) -> None:
+        """Makes locks, counts and the order of eviction anew from the nodes and the live handles (one for each lock). For repair."""
+        self._order = []
+        self.evictable = self.protected = 0
+        for node in self.nodes():
+            node.locks = 0
+            node.entry = None
+            self.evictable += len(node.pages)
+        for node in handles:
+            self.lock(node)
+        for node in self.nodes():
+            self._place(node)
 
     def runs(self) -> Iterator[Run]:
         """All that the tree holds, one run per node, parents first. Has hashes only with a listener. O(nodes)."""
@@ -322,9 +336,19 @@ class RadixTree:
         upper.children[node.name] = node
         return upper
 
+    def _next(self, node: Node, key: bytes, at: int, limit: int, namespace: bytes) -> tuple[Node, int] | None:
+        """The child that begins with page `at` of the key, and how many of its pages the key shares, at most up to page `limit`."""
+        child = node.children.get(self._name(node, key, at, namespace))
+        if child is None:
+            return None
+        n = len(child.pages)
+        if n == 1 or (n <= limit - at and key.startswith(child.key, at * PAGE_KEY_BYTES)):
+            return child, n
+        return child, min(_common_pages(child.key, key, at), limit - at)
+
     def _name(self, parent: Node, key: bytes, at: int, namespace: bytes) -> bytes:
         page = key[at * PAGE_KEY_BYTES : (at + 1) * PAGE_KEY_BYTES]
-        return namespace + b"\0" + page if parent is self.root else page
+        return page if parent is not self.root else namespace + b"\0" + page
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
@@ -372,12 +396,10 @@ class RadixTree:
 
 
 def _common_pages(edge: bytes, key: bytes, at: int) -> int:
-    """Leading pages that `edge` shares with `key` from page `at` on: one comparison if all, else a binary search for the first difference."""
+    """Leading pages that `edge` shares with `key` from page `at` on: a binary search for the first difference. The first page is the same."""
     begin = at * PAGE_KEY_BYTES
-    high = min(len(edge), len(key) - begin) // PAGE_KEY_BYTES
-    if edge[: high * PAGE_KEY_BYTES] == key[begin : begin + high * PAGE_KEY_BYTES]:
-        return high
-    low = 0  # pages known to be equal; `high` pages are known to differ
+    low = 1  # pages known to be equal
+    high = min(len(edge), len(key) - begin) // PAGE_KEY_BYTES + 1  # not equal, or not there
     while high - low > 1:
         mid = (low + high) // 2
         if edge[low * PAGE_KEY_BYTES : mid * PAGE_KEY_BYTES] == key[begin + low * PAGE_KEY_BYTES : begin + mid * PAGE_KEY_BYTES]:

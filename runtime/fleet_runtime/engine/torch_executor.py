@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,21 @@ from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.worker import Profile
 from fleet_runtime.engine import sampler
-from fleet_runtime.engine.base import F32, NEVER_DRAWN, KvLayout, Progress, Sampling, StepInput, StepOutput, greedy, relayed
+from fleet_runtime.engine.base import (
+    F32,
+    NEVER_DRAWN,
+    POOL_LAST,
+    POOL_NONE,
+    Bools,
+    KvLayout,
+    Progress,
+    Sampling,
+    StepInput,
+    StepOutput,
+    TopLogprobs,
+    greedy,
+    relayed,
+)  # fmt: skip
 from fleet_runtime.engine.kv_pool import KvPool, page_bytes
 from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
 from fleet_runtime.engine.paged_attention import StepAttention
@@ -30,11 +44,13 @@ from fleet_runtime.models.base import CausalLm
 from fleet_runtime.models.registry import load_model
 from fleet_runtime.models.weights import count_parameters
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _MEASURED_CHUNK: Final = 64  # tokens of the prefill that the profile is measured with
 _MEASURED_ROWS: Final = 8  # rows of its wider decode step
 _MEASURED_CONTEXT: Final = 1024  # context of its long decode step
+_LOGIT_ROWS: Final = 64  # places of a prompt whose logits are computed at once
 _REPEATED_BELOW_S: Final = 0.2  # a step that took longer is measured once: on a busy machine the start must not take a minute
 _DTYPES: Final = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,7 +62,7 @@ class TorchExecutor:
         self._model = model
         self._pool = pool
         self._relay = np.full(slots, NEVER_DRAWN, np.int32)
-        self._pending: tuple[StepInput, torch.Tensor] | None = None  # a `forward` whose `sample` has not come
+        self._pending: tuple[StepInput, torch.Tensor] | None = None  # a `forward` whose `sample` has not come, and its hidden states
         self._profile = Profile()
 
     @property
@@ -67,7 +83,7 @@ class TorchExecutor:
 
     @property
     def hidden_size(self) -> int:
-        return 0
+        return self._model.hidden_size
 
     def step(self, batch: StepInput, sampling: Sampling) -> StepOutput:
         """See Executor.step."""
@@ -76,39 +92,77 @@ class TorchExecutor:
 
     def forward(self, batch: StepInput) -> None:
         """See Executor.forward."""
-        self._pending = batch, self._last_hidden(batch)
+        self._pending = batch, self._hidden(batch)
 
     def sample(self, sampling: Sampling) -> StepOutput:
         """See Executor.sample."""
         assert self._pending is not None, "sample without forward"
-        (batch, last), self._pending = self._pending, None
-        rows = np.flatnonzero(batch.sample)
+        (batch, hidden), self._pending = self._pending, None
+        rows, last = np.flatnonzero(batch.sample), _last_of_rows(batch, hidden)
         # A row attends to all of its context, so what is not finite anywhere in its KV has reached its last token: also a chunk that is
         # not sampled is checked before its pages may be used by others.
         failed = (~torch.isfinite(last).all(dim=1)).numpy()
         tokens = np.zeros(len(batch.sample), np.int32)
         logits = self._logits_of(last, rows)
-        tokens[rows], bad = sampler.sample(logits, sampling.temperature, sampling.top_p, sampling.seed, batch.context_lens[rows])
-        failed[rows] |= bad
-        self._relay[batch.slots[rows]] = tokens[rows]
-        return StepOutput(tokens=tokens, failed=failed)
+        drawn = sampler.sample(logits, sampling, batch.context_lens[rows])
+        tokens[rows] = drawn.tokens
+        failed[rows] |= drawn.failed
+        logprobs = {int(rows[s]): found for s, found in drawn.logprobs.items()}
+        prompt_logprobs, pooled = self._prompt_logprobs(batch, hidden, failed), self._pooled(batch, hidden, failed)
+        self._relay[batch.slots[rows]] = np.where(failed[rows], NEVER_DRAWN, tokens[rows])
+        return StepOutput(tokens, failed, _of_good(logprobs, failed), _of_good(prompt_logprobs, failed), _of_good(pooled, failed))
 
     def logits(self, batch: StepInput) -> F32:
         """Computes a step without drawing: [rows with `sample`, vocab] float32. Called by tests."""
-        return self._logits_of(self._last_hidden(batch), np.flatnonzero(batch.sample))
+        return self._logits_of(_last_of_rows(batch, self._hidden(batch)), np.flatnonzero(batch.sample))
 
     @torch.inference_mode()
-    def _last_hidden(self, batch: StepInput) -> torch.Tensor:
-        """Runs the step: [R, hidden], the last new token of each row."""
+    def _hidden(self, batch: StepInput) -> torch.Tensor:
+        """Runs the step: [T, hidden], before the final norm."""
         attention = StepAttention(self._pool, batch)
         token_ids = torch.from_numpy(relayed(batch.token_ids, self._relay).astype(np.int64))
         positions = torch.from_numpy(batch.positions.astype(np.int64))
-        hidden = self._model.forward(token_ids, positions, attention)
-        return hidden[torch.from_numpy(batch.row_starts[1:].astype(np.int64) - 1)]
+        return self._model.forward(token_ids, positions, attention)
 
     @torch.inference_mode()
     def _logits_of(self, last: torch.Tensor, rows: npt.NDArray[np.intp]) -> F32:
         out: F32 = self._model.logits(self._model.normed(last[torch.from_numpy(rows)])).numpy()
+        return out
+
+    @torch.inference_mode()
+    def _pooled(self, batch: StepInput, hidden: torch.Tensor, failed: Bools) -> dict[int, F32]:
+        """Of rows that want one; a row whose vector is not finite fails, here."""
+        out: dict[int, F32] = {}
+        for row in [] if batch.pool is None else np.flatnonzero((batch.pool != POOL_NONE) & ~failed).tolist():
+            start, end = int(batch.row_starts[row]), int(batch.row_starts[row + 1])
+            if batch.pool is not None and batch.pool[row] == POOL_LAST:
+                start = end - 1
+            vector: F32 = self._model.normed(hidden[start:end]).float().sum(dim=0).numpy()
+            if np.isfinite(vector).all():
+                out[row] = vector
+            else:
+                failed[row] = True
+        return out
+
+    @torch.inference_mode()
+    def _prompt_logprobs(self, batch: StepInput, hidden: torch.Tensor, failed: Bools) -> dict[int, TopLogprobs]:
+        """Of rows that want them, in pieces, since logits of a whole chunk are large; a row with logits that are none fails, here."""
+        out: dict[int, TopLogprobs] = {}
+        if batch.prompt_logprobs is None or batch.next_ids is None:
+            return out
+        for row in np.flatnonzero((batch.prompt_logprobs >= 0) & ~failed).tolist():
+            places = np.arange(batch.row_starts[row], batch.row_starts[row + 1])
+            places = places[batch.next_ids[places] >= 0]
+            pieces = []
+            for start in range(0, len(places), _LOGIT_ROWS):
+                piece = places[start : start + _LOGIT_ROWS]
+                logits = self._logits_of(hidden, piece)
+                if not (logits.max(axis=1) < np.inf).all():
+                    failed[row] = True
+                    break
+                pieces.append(sampler.top_logprobs(logits, batch.next_ids[piece], int(batch.prompt_logprobs[row])))
+            if not failed[row]:
+                out[row] = sampler.joined(pieces, int(batch.prompt_logprobs[row]))
         return out
 
     def read_page(self, page: int) -> bytes:
@@ -149,6 +203,15 @@ class TorchExecutor:
             if best > _REPEATED_BELOW_S:
                 break
         return best
+
+
+def _of_good(found: dict[int, _T], failed: Bools) -> dict[int, _T]:
+    return {row: value for row, value in found.items() if not failed[row]}
+
+
+def _last_of_rows(batch: StepInput, hidden: torch.Tensor) -> torch.Tensor:
+    """[R, hidden], the last new token of each row."""
+    return hidden[torch.from_numpy(batch.row_starts[1:].astype(np.int64) - 1)]
 
 
 def profile_of(*, chunk: int, rows: int, context: int, chunk_s: float, one_s: float, rows_s: float, context_s: float) -> Profile:

@@ -20,6 +20,7 @@ from fleet_runtime.events.sender import Sender
 PUB_HWM: Final = 100_000  # messages
 ROUTER_HWM: Final = 1000
 MAX_REQUEST_BYTES: Final = 4096
+LINGER_MS: Final = 100  # the last messages reach those that read
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, stream: Stream, po
     port = port and port + stream.rank
     host = stream.host
     socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS if kind == zmq.PUB else 0)
     socket.setsockopt(zmq.SNDHWM, PUB_HWM if kind == zmq.PUB else ROUTER_HWM)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # what others send us
     socket.setsockopt(zmq.IPV6, int(":" in host))

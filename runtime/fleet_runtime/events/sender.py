@@ -60,9 +60,9 @@ class Sender:
             poller.register(self._handover.wake_fd, zmq.POLLIN)
             poller.register(self._router, zmq.POLLIN)
             while not self.ending:
-                poller.poll(self._wait_ms())
-                self._turn()
-            self._turn()  # what was given before the end
+                ready = dict(poller.poll(self._wait_ms()))
+                self._turn(asked=self._router in ready)
+            self._turn(asked=False)  # what was given before the end
         except Exception:
             log.exception("the KV event stream has ended; readers see that it is silent")
 
@@ -73,7 +73,7 @@ class Sender:
         left = max(0.0, self._next_beat - time.monotonic())
         return round(1000 * (min(left, RETRY_S) if self._answers else left))
 
-    def _turn(self) -> None:
+    def _turn(self, *, asked: bool) -> None:
         self._handover.calm()
         while (item := self._handover.take()) is not None:
             if isinstance(item, Step):
@@ -83,7 +83,8 @@ class Sender:
             self._handover.sent(item)
         if time.monotonic() >= self._next_beat:
             self._send([], beat=True)
-        self._receive_requests()
+        if asked:
+            self._receive_requests()
         self._answers.serve()
 
     def _publish(self, step: Step) -> None:

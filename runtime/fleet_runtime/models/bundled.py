@@ -88,8 +88,8 @@ def ensure_bundled(name: str, models_dir: Path | None = None, *, source: Path | 
         say(f"{name} is in {folder}")
         return folder
     try:
-        _make_dir(models_dir)
-        with _lock(models_dir / f".{name}.lock", say):
+        make_dir(models_dir)
+        with locked(models_dir / f".{name}.lock", say):
             if not _is_made(folder, model):
                 _make(model, folder, source, say)
     except OSError as e:
@@ -125,7 +125,7 @@ def _make(model: BundledModel, folder: Path, source: Path | None, say: Callable[
         with _timed("[3/3] convert to a Hugging Face folder", say):
             _convert(gguf, made)
         (made / STAMP_FILE).write_text(json.dumps(model.stamp) + "\n", encoding="utf-8")
-        _open_to_all(made)
+        open_to_all(made)
         if folder.exists():  # made by an older converter, or half a folder of somebody else
             folder.rename(work / "old")
         made.rename(folder)
@@ -179,7 +179,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         raise BundledError(str(e)) from e
 
 
-def _make_dir(path: Path) -> None:
+def make_dir(path: Path) -> None:
     """Creates missing parents as 0755 whatever the umask: pods read the models as another user."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -187,13 +187,13 @@ def _make_dir(path: Path) -> None:
         p.chmod(0o755)
 
 
-def _open_to_all(folder: Path) -> None:
+def open_to_all(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 @contextmanager
-def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Holds an exclusive lock on `path`; it goes with the process."""
     with path.open("w") as f:
         try:

@@ -16,12 +16,13 @@ from typing import Any, BinaryIO, Final
 from fleet_contract.names import BUNDLED_MODELS_DIR, ENV_MODELS
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.bundled import BUNDLED_MODELS, cache_dir
+from fleet_runtime.models.gguf_cache import converted
 from fleet_runtime.models.safetensors_file import parse_object, read_header, tensors_of
 from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 from fleet_text.prompt import TOKENIZER_FILES, read_folder
 
 SIMULATED: Final = "simulated://"
-_SCHEMES: Final = "bundled://NAME, file:///PATH, a folder's path, simulated://"
+_SCHEMES: Final = "bundled://NAME, file:///PATH, the path of a folder or a .gguf file, simulated://"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 # Bytes of each tensor that go into the revision: so many pieces, evenly spread, of so many bytes. Smaller tensors go in whole.
@@ -47,8 +48,11 @@ def resolve_model(uri: str, *, models_dir: Path | None = None) -> ModelFiles:
     if uri.startswith(SIMULATED):
         name = uri.removeprefix(SIMULATED).strip("/") or "simulated"
         return ModelFiles(folder=None, base_name=name, revision=_simulated_revision(name))
-    folder = _find_bundled(uri.removeprefix("bundled://"), models_dir) if uri.startswith("bundled://") else _find_folder(uri)
+    folder = found = _find_bundled(uri.removeprefix("bundled://"), models_dir) if uri.startswith("bundled://") else _find_folder(uri)
     try:
+        if found.suffix == ".gguf" and found.is_file():
+            folder = converted(found, models_dir)
+            return ModelFiles(folder=folder, base_name=found.stem, revision=_check_folder(folder))
         return ModelFiles(folder=folder, base_name=folder.name, revision=_check_folder(folder))
     except OSError as e:
         raise StartError(
@@ -123,8 +127,8 @@ def _find_folder(uri: str) -> Path:
     folder = Path(os.path.abspath(path))
     if not folder.exists():
         raise StartError("ModelNotFound", f"model {uri!r}: {folder} does not exist; give the folder that holds config.json")
-    if not folder.is_dir():
-        raise StartError("ModelInvalid", f"model {uri!r}: {folder} is a file; give the folder that holds config.json")
+    if not folder.is_dir() and folder.suffix != ".gguf":
+        raise StartError("ModelInvalid", f"model {uri!r}: {folder} is a file; give the folder that holds config.json, or a .gguf file")
     return folder
 
 

@@ -1,4 +1,6 @@
-"""A Llama GGUF with a byte-level BPE vocabulary -> a Hugging Face model folder (bfloat16 safetensors). Called once, by `bundled`.
+"""A GGUF (llama, qwen2, qwen3) with a byte-level BPE vocabulary -> a Hugging Face model folder (bfloat16 safetensors). No torch.
+
+Called once a file, by `bundled` and `gguf_cache`.
 
 Sources: the GGUF specification (ggml docs/gguf.md) for names and metadata; the safetensors format description (8 bytes of header
 length, JSON header, data); GGUF files of the llama architecture hold the rows of q and k in interleaved order, [head, dim/2, 2], where
@@ -17,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-# GGUF token type of control tokens (llama.cpp's LLAMA_TOKEN_TYPE_CONTROL).
-_CONTROL: Final = 3
+from fleet_runtime.errors import StartError
+from fleet_runtime.models.families import spec_of
+from fleet_runtime.models.gguf_tokenizer import TokenizerError, write_tokenizer
+from fleet_runtime.models.weights import to_bf16
 
 _LAYER_NAMES: Final = {
     "attn_norm": "input_layernorm",
@@ -28,11 +31,21 @@ _LAYER_NAMES: Final = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Architectures of GGUF files, and theirs of config.json. (Gemma files come with SentencePiece vocabularies, which are not converted.)
+_ARCHITECTURES: Final = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+_INTERLEAVED: Final = ("llama",)  # whose q and k rows are in the file's own order
+_ROPE_FACTORS: Final = "rope_freqs.weight"
 _TOP_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -55,88 +68,93 @@ def convert_gguf(source: Path, folder: Path, progress: Callable[[str], None] = l
             return default
         return field.contents()
 
-    if (architecture := get("general.architecture")) != "llama":
-        raise GgufError(f"{source}: architecture {architecture!r}; only 'llama' can be converted")
+    if (architecture := get("general.architecture")) not in _ARCHITECTURES:
+        raise GgufError(f"{source}: architecture {architecture!r}; can be converted: {', '.join(_ARCHITECTURES)}")
     progress("tokenizer")
-    _write_tokenizer(folder, get)
+    try:
+        write_tokenizer(folder, get, context=int(get(f"{architecture}.context_length")))
+    except TokenizerError as e:
+        raise GgufError(f"{source}: {e}") from e
     tensors = {t.name: t for t in reader.tensors}
-    config = _model_config(get, tied="output.weight" not in tensors)
+    factors = tensors.pop(_ROPE_FACTORS, None)
+    config = _model_config(get, architecture, tied="output.weight" not in tensors)
+    try:
+        spec_of(folder, config)
+    except StartError as e:
+        raise GgufError(f"{source}: {e.message}") from e
+    config["rope_scaling"] = _rope_scaling(get, architecture, config, None if factors is None else np.asarray(factors.data, np.float32))
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    _write_json(folder / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config[k] is not None})
     progress("weights")
     _write_weights(folder / "model.safetensors", tensors, config)
 
 
-def _model_config(get: Callable[..., Any], *, tied: bool) -> dict[str, Any]:
-    heads = int(get("llama.attention.head_count"))
-    hidden = int(get("llama.embedding_length"))
-    rotated = int(get("llama.rope.dimension_count", hidden // heads))
-    if rotated != hidden // heads:
-        raise GgufError(f"llama.rope.dimension_count is {rotated}, must be the head size {hidden // heads}")
-    eos = int(get("tokenizer.ggml.eos_token_id"))
+def _model_config(get: Callable[..., Any], arch: str, *, tied: bool) -> dict[str, Any]:
+    heads, hidden = _whole(get, f"{arch}.attention.head_count"), _whole(get, f"{arch}.embedding_length")
+    head_dim = _whole(get, f"{arch}.attention.key_length", hidden // max(1, heads))
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if (found := _whole(get, f"{arch}.{name}", head_dim)) != head_dim:
+            raise GgufError(f"{arch}.{name} is {found}, must be the head size {head_dim}")
+    eos = _whole(get, "tokenizer.ggml.eos_token_id")
+    architecture, model_type = _ARCHITECTURES[arch]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "vocab_size": len(get("tokenizer.ggml.tokens")),
         "hidden_size": hidden,
-        "intermediate_size": int(get("llama.feed_forward_length")),
-        "num_hidden_layers": int(get("llama.block_count")),
+        "intermediate_size": _whole(get, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": _whole(get, f"{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(get("llama.attention.head_count_kv", heads)),
-        "head_dim": hidden // heads,
+        "num_key_value_heads": _whole(get, f"{arch}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": int(get("llama.context_length")),
-        "rms_norm_eps": _shortest(get("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(get("llama.rope.freq_base", 10000.0)),
+        "max_position_embeddings": _whole(get, f"{arch}.context_length"),
+        "rms_norm_eps": _shortest(get(f"{arch}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(get(f"{arch}.rope.freq_base", 10000.0)),
         "rope_scaling": None,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
-        "bos_token_id": int(get("tokenizer.ggml.bos_token_id")),
+        "bos_token_id": int(bos) if (bos := get("tokenizer.ggml.bos_token_id", -1)) >= 0 else None,
         "eos_token_id": eos,
-        "pad_token_id": int(get("tokenizer.ggml.padding_token_id", eos)),
+        "pad_token_id": _whole(get, "tokenizer.ggml.padding_token_id", eos),
     }
+
+
+def _rope_scaling(get: Callable[..., Any], arch: str, config: dict[str, Any], factors: npt.NDArray[np.float32] | None) -> dict[str, Any] | None:
+    """The stretch of the rope. factors: what each frequency is divided by (Llama 3.1 and later), from which the llama3 fields are found."""
+    kind = get(f"{arch}.rope.scaling.type", "none")
+    original = _whole(get, f"{arch}.rope.scaling.original_context_length", config["max_position_embeddings"])
+    if factors is not None:
+        # The fields of all Llama 3.x; the factor is that of the slowest frequencies.
+        if not (factors.ndim == 1 and np.isfinite(factors).all() and factors.min() >= 1.0):
+            raise GgufError(f"{_ROPE_FACTORS} is not that of Llama 3.x: its rope cannot be converted")
+        found = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 8192}  # fmt: skip
+        plain, scaled = (spec_of(Path(), {**config, "rope_scaling": s}).ropes[0].inv_freq for s in (None, found))
+        if len(factors) != len(plain) or not np.allclose(plain / scaled, factors, rtol=1e-3):
+            raise GgufError(f"{_ROPE_FACTORS} is not that of Llama 3.x: its rope cannot be converted")
+        return found
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise GgufError(f"{arch}.rope.scaling.type is {kind!r}; can be converted: none, linear, yarn")
+    scaling = {"rope_type": kind, "factor": _shortest(get(f"{arch}.rope.scaling.factor"))}
+    return {**scaling, "original_max_position_embeddings": original} if kind == "yarn" else scaling
+
+
+def _whole(get: Callable[..., Any], name: str, default: int | None = None) -> int:
+    """A field that is a whole number from 0. Raises GgufError."""
+    value = get(name, default)
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    raise GgufError(f"{name} is {str(value)[:80]}, must be a whole number")
 
 
 def _shortest(value: float) -> float:
     """A float32 of the file as the decimal that it stands for: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))
-
-
-def _write_tokenizer(folder: Path, get: Callable[..., Any]) -> None:
-    """tokenizer.json, tokenizer_config.json, chat_template.jinja from the GGUF's vocabulary, merges, token types and template."""
-    kind, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
-    if (kind, pre) != ("gpt2", "smollm"):
-        raise GgufError(f"the tokenizer is {kind!r} with pre-tokenizer {pre!r}; only 'gpt2' with 'smollm' can be converted")
-    tokens: list[str] = get("tokenizer.ggml.tokens")
-    merges = [tuple(m.split(" ", 1)) for m in get("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    # SmolLM: every digit alone, then the GPT-2 pattern, no space put in front.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    types: list[int] = get("tokenizer.ggml.token_type")
-    control = [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    eos = get("tokenizer.ggml.eos_token_id")
-    special = {
-        "bos_token": get("tokenizer.ggml.bos_token_id"),
-        "eos_token": eos,
-        "unk_token": get("tokenizer.ggml.unknown_token_id", eos),
-        "pad_token": get("tokenizer.ggml.padding_token_id", eos),
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": int(get("llama.context_length")),
-        **{name: tokens[i] for name, i in special.items()},
-    }
-    _write_json(folder / "tokenizer_config.json", config)
-    (folder / "chat_template.jinja").write_text(get("tokenizer.chat_template"), encoding="utf-8")
 
 
 def _write_weights(path: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
@@ -161,35 +179,29 @@ def _bf16_tensors(names: dict[str, str], tensors: dict[str, Any], config: dict[s
     for hf_name, name in names.items():
         tensor = tensors[name]
         values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if ".attn_q." in name:
+        if config["model_type"] in _INTERLEAVED and ".attn_q." in name:
             values = _unpermute(values, config["num_attention_heads"])
-        elif ".attn_k." in name:
+        elif config["model_type"] in _INTERLEAVED and ".attn_k." in name:
             values = _unpermute(values, config["num_key_value_heads"])
-        yield hf_name, bf16_bytes(values)
+        yield hf_name, to_bf16(values).astype("<u2", copy=False).tobytes()
 
 
 def _hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises GgufError for a tensor we do not know."""
-    parts = name.removesuffix(".weight").split(".")
-    if name.endswith(".weight"):
+    stem, _, kind = name.rpartition(".")
+    parts = stem.split(".")
+    if kind in ("weight", "bias"):
         if len(parts) == 1 and parts[0] in _TOP_NAMES:
-            return f"{_TOP_NAMES[parts[0]]}.weight"
-        if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-            return f"model.layers.{int(parts[1])}.{_LAYER_NAMES[parts[2]]}.weight"
-    raise GgufError(f"the tensor {name} has no place in a Llama model")
+            return f"{_TOP_NAMES[parts[0]]}.{kind}"
+        if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER_NAMES:
+            return f"model.layers.{int(parts[1])}.{_LAYER_NAMES[parts[2]]}.{kind}"
+    raise GgufError(f"the tensor {name} has no place in such a model")
 
 
 def _unpermute(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """weight: [heads * dim, hidden], rows of a head interleaved -> rows in two halves."""
     rows, hidden = weight.shape
     return np.ascontiguousarray(weight.reshape(heads, rows // heads // 2, 2, hidden).swapaxes(1, 2).reshape(rows, hidden))
-
-
-def bf16_bytes(values: npt.NDArray[np.float32]) -> bytes:
-    """float32 -> bfloat16, round to nearest even, little-endian. Values must be finite."""
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype("<u2").tobytes()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

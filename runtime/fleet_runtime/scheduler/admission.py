@@ -74,8 +74,19 @@ def may_enter(capacity: Capacity, held: Held, kind: Kind, pages: int) -> bool:
     return outside_pages <= capacity.pages - capacity.share_pages and outside_rows <= capacity.rows - capacity.share_rows
 
 
-def refusal(capacity: Capacity, kind: Kind, *, prompt_tokens: int, max_new: int, pages: int, waiting: int, max_queue: int) -> ApiError | None:
-    """Why a request is refused at entry, or None: it could never fit, or the queue is full."""
+def refusal(
+    capacity: Capacity,
+    kind: Kind,
+    *,
+    prompt_tokens: int,
+    max_new: int,
+    pages: int,
+    waiting: int,
+    max_queue: int,
+    waiting_tokens: int = 0,
+    max_queue_tokens: int = 1 << 62,
+) -> ApiError | None:
+    """Why a request is refused at entry, or None: it could never fit, or the queue is full. An empty queue takes a prompt of any length."""
     most = capacity.most_pages(kind)
     if pages > most:
         answer = "" if kind is Kind.PREFILL else f" and up to {max_new} of the answer"
@@ -95,17 +106,43 @@ def refusal(capacity: Capacity, kind: Kind, *, prompt_tokens: int, max_new: int,
             code="queue_full",
             retry_after_s=1,
         )
+    if waiting and waiting_tokens + prompt_tokens > max_queue_tokens:
+        return ApiError(
+            429,
+            f"{waiting_tokens} prompt tokens are waiting, this request brings {prompt_tokens}, and --max-queue-tokens is {max_queue_tokens}; "
+            "try again later",
+            type=errors.RATE_LIMIT,
+            code="queue_full",
+            retry_after_s=1,
+        )
     return None
 
 
-def overdue(now: float, *, deadline: float, arrived: float, queue_timeout: float, running: bool, state: str) -> ApiError | None:
-    """The timeout of a request that has no first token yet, or None.
+def overdue(
+    now: float,
+    *,
+    deadline: float,
+    arrived: float,
+    queue_timeout: float,
+    running: bool,
+    state: str,
+    first_token: bool = False,
+    started: float = 0.0,
+    running_timeout: float = 0,
+) -> ApiError | None:
+    """The timeout that has ended a request, or None.
 
     Args:
+        first_token: it is there; then only `running_timeout` (0: none) counts, from when it got a row (`started`).
         deadline: for the first token, in the clock of `now`; 0 if the request brought none, and then `queue_timeout` bounds its wait.
         running: it has left the queue; only a deadline still bounds it.
         state: where it is, in a word for the message.
     """
+    if running_timeout and started and now - started >= running_timeout:
+        text = f"the request ran {now - started:.1f} s; --running-timeout is {running_timeout:g} s"
+        return ApiError(504, text, type=errors.TIMEOUT, code="running_timeout")
+    if first_token:
+        return None
     waited = now - arrived
     if deadline:
         if now < deadline:

@@ -1,55 +1,89 @@
-"""Flat arrays of one step, from the rows it holds. Pure."""
+"""Flat arrays of one step, from the rows it holds. Pure but for the relay's check."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from fleet_runtime.cache.memory import pages_for
-from fleet_runtime.engine.base import Sampling, StepInput
+from fleet_runtime.engine.base import POOL_LAST, POOL_NONE, POOL_SUM, StepInput
 from fleet_runtime.scheduler.request import Request
+from fleet_runtime.scheduler.rows import Rows
 
 
-def build_step(rows: Sequence[tuple[Request, int]]) -> tuple[StepInput, Sampling]:
-    """One step of `(request, new tokens)`, and how its sampled rows draw; each request's lease already covers them.
+@dataclass(slots=True)
+class StepRow:
+    """One row of a step: tokens [begin, begin + count) of its request. place: index of the token it draws, -1 if it draws none."""
 
-    A row whose last known token is in the step is sampled.
-    """
-    count = len(rows)
-    starts = np.zeros(count + 1, dtype=np.int32)
-    np.cumsum([n for _, n in rows], out=starts[1:])
-    context = np.fromiter((r.computed + n for r, n in rows), dtype=np.int32, count=count)
-    token_ids = np.empty(starts[-1], dtype=np.int32)
-    positions = np.empty(starts[-1], dtype=np.int32)
-    tables = np.zeros((count, pages_for(int(context.max()))), dtype=np.int32)
-    for i, (request, n) in enumerate(rows):
-        assert request.lease is not None
-        begin, end = request.computed, request.computed + n
-        token_ids[starts[i] : starts[i + 1]] = request.ids[begin:end]
-        positions[starts[i] : starts[i + 1]] = np.arange(begin, end, dtype=np.int32)
-        pages = pages_for(end)
-        tables[i, :pages] = request.lease.table[:pages]
-    sampled = [r for r, n in rows if r.computed + n == r.length]
-    step = StepInput(
-        token_ids=token_ids,
-        positions=positions,
-        row_starts=starts,
-        context_lens=context,
+    request: Request
+    begin: int
+    count: int
+    place: int
+    prefill: bool
+
+
+def row_of(request: Request, count: int) -> StepRow:
+    """The next `count` tokens of a request. It draws if no known token is left then, but for an embedding."""
+    begin, place = request.launched, request.length + request.drawing
+    draws = begin + count == place and not request.admit.embed
+    return StepRow(request, begin, count, place if draws else -1, prefill=begin < request.target)
+
+
+def build_step(step: Sequence[StepRow], rows: Rows) -> StepInput:
+    """The arrays of one step; each request's lease already covers its rows."""
+    token_ids, positions, starts, context = list[int](), list[int](), [0], list[int]()
+    prompt_logprobs = pooled = False
+    for row in step:
+        request, begin, end = row.request, row.begin, row.begin + row.count
+        if row.prefill:
+            prompt_logprobs = prompt_logprobs or request.prompt_logprobs is not None
+            pooled = pooled or bool(request.admit.embed)
+        if end <= request.length:
+            token_ids += request.ids[begin:end].tolist()
+        else:
+            token_ids.append(rows.relay(request))
+        positions += range(begin, end)
+        starts.append(len(positions))
+        context.append(end)
+    tables = np.zeros((len(step), pages_for(max(context))), dtype=np.int32)
+    for i, row in enumerate(step):
+        assert row.request.lease is not None
+        pages = pages_for(context[i])
+        tables[i, :pages] = row.request.lease.table[:pages]
+    out = StepInput(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        positions=np.array(positions, dtype=np.int32),
+        row_starts=np.array(starts, dtype=np.int32),
+        context_lens=np.array(context, dtype=np.int32),
         page_tables=tables,
-        sample=np.fromiter((r.computed + n == r.length for r, n in rows), dtype=np.bool_, count=count),
-        slots=np.arange(count, dtype=np.int32),
+        sample=np.array([row.place >= 0 for row in step], dtype=np.bool_),
+        slots=np.array([row.request.slot for row in step], dtype=np.int32),
     )
-    return step, sampling_of(sampled)
+    if prompt_logprobs:
+        _add_prompt_logprobs(out, step)
+    if pooled:
+        out.pool = np.array([_pool(row) for row in step], dtype=np.int8)
+    return out
 
 
-def sampling_of(requests: Sequence[Request]) -> Sampling:
-    """How these requests draw their next token."""
-    count = len(requests)
-    return Sampling(
-        temperature=np.fromiter((r.admit.temperature for r in requests), dtype=np.float32, count=count),
-        top_k=np.fromiter((r.admit.top_k for r in requests), dtype=np.int32, count=count),
-        top_p=np.fromiter((r.admit.top_p for r in requests), dtype=np.float32, count=count),
-        min_p=np.fromiter((r.admit.min_p for r in requests), dtype=np.float32, count=count),
-        seed=np.fromiter((r.seed for r in requests), dtype=np.uint64, count=count),
-    )
+def _add_prompt_logprobs(out: StepInput, step: Sequence[StepRow]) -> None:
+    """Also the last token of a chunk has a next one, but for that of the last chunk: so the places join without a gap."""
+    wanted, next_ids = np.full(len(step), -1, dtype=np.int32), np.full(len(out.token_ids), -1, dtype=np.int32)
+    for i, row in enumerate(step):
+        request = row.request
+        if row.prefill and request.prompt_logprobs is not None:
+            wanted[i] = request.admit.prompt_logprobs
+            end = min(row.begin + row.count, request.prompt_tokens - 1)
+            if end > row.begin:
+                at = int(out.row_starts[i])
+                next_ids[at : at + end - row.begin] = request.ids[row.begin + 1 : end + 1]
+    out.prompt_logprobs, out.next_ids = wanted, next_ids
+
+
+def _pool(row: StepRow) -> int:
+    request = row.request
+    if request.admit.embed == "mean":
+        return POOL_SUM
+    return POOL_LAST if request.admit.embed and row.begin + row.count == request.prompt_tokens else POOL_NONE

@@ -6,20 +6,27 @@ while a transfer may still touch its pages), its row given back.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
 from fleet_contract.names import PAGE_SIZE
-from fleet_runtime.cache.memory import KvMemory, Lease
-from fleet_runtime.messages import Admit, Failed, HandedOver, OpenText, Sampled
+from fleet_runtime.cache.memory import KvMemory, Lease, pages_for
+from fleet_runtime.messages import Admit, ControlReply, Embedded, Failed, HandedOver, OpenText, Sampled, TokenLogprob
 from fleet_runtime.scheduler.admission import Capacity, Held, may_enter
+from fleet_runtime.scheduler.grammar import GrammarFault, Grammars
+from fleet_runtime.scheduler.ratio import NewTokenRatio
 from fleet_runtime.scheduler.request import Key, Kind, Request, State
+from fleet_runtime.scheduler.rows import Rows
+from fleet_runtime.scheduler.sampling import counts_for
 from fleet_runtime.transfer.base import KvTransfer
 
+log = logging.getLogger(__name__)
 TOMBSTONE_S: Final = 60.0
 MAX_TOMBSTONES: Final = 10_000
 PROMPT_TAIL: Final = 8  # prompt ids that the detokenizer gets, so that the first token joins them
@@ -34,6 +41,10 @@ class Outbox(Protocol):
 
     def handed_over(self, message: HandedOver) -> None: ...
 
+    def embedded(self, message: Embedded) -> None: ...
+
+    def control_reply(self, message: ControlReply) -> None: ...
+
 
 @dataclass(slots=True)
 class Totals:
@@ -47,6 +58,10 @@ class Totals:
     finished: int = 0
     failed: int = 0
     aborted: int = 0
+    retractions: int = 0
+    grammar_rows: int = 0
+    wasted_tokens: int = 0  # drawn for rows whose request had ended meanwhile
+    self_check_failures: int = 0
 
 
 @dataclass(slots=True)
@@ -57,6 +72,9 @@ class Book:
     capacity: Capacity
     outbox: Outbox
     clock: Callable[[], float]
+    rows: Rows
+    ratio: NewTokenRatio
+    grammars: Grammars
     transfer: KvTransfer | None = None
     requests: dict[Key, Request] = field(default_factory=dict)
     by_rid: dict[str, set[Key]] = field(default_factory=dict)
@@ -66,10 +84,11 @@ class Book:
     prefilling: list[Request] = field(default_factory=list)  # in order of admission
     decoding: list[Request] = field(default_factory=list)
     held: Held = field(default_factory=Held.nothing)
-    limbo: dict[tuple[Kind, int], tuple[Lease, int]] = field(default_factory=dict)  # leases of ended requests whose room is not closed
+    limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
-    _dead_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _dead_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # aborted before they came, until when
+    _past_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # ended, until when
 
     def enter(self, admit: Admit) -> Request | None:
         """Accepts a request; None for one that was answered here: a second of one (rid, index), or one whose abort came first."""
@@ -81,7 +100,8 @@ class Book:
         self.by_rid.setdefault(admit.rid, set()).add(request.key)
         if request.kind is Kind.PREFILL:
             self.held.prefill_legs += 1
-        request.uncached_guess = request.prompt_tokens - self.memory.tree.peek(request.ids.tobytes(), request.prefix_limit) * PAGE_SIZE
+        request.counts = counts_for(admit, request.ids[: request.prompt_tokens])
+        self.guess(request)
         if self._dead_rids.get(admit.rid, 0.0) > self.clock():
             self.fail(request, aborted("the request was aborted before it arrived"))
             return None
@@ -97,11 +117,24 @@ class Book:
         """Requests that hold a row: computed, handed over, or received."""
         return sum(self.held.rows.values())
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of those requests."""
+        return sum(r.prompt_tokens for r in self.requests.values() if r.lease is None)
+
+    def guess(self, request: Request) -> None:
+        """Looks up how many tokens of a waiting request are not cached now."""
+        key = request.ids[: request.length].tobytes()
+        request.uncached_guess = request.target - self.memory.peek(key, request.prefix_limit, request.namespace) * PAGE_SIZE
+
     def place(self, request: Request, state: State) -> None:
-        """Moves a request to another state, and into the queue or list that goes with it."""
+        """Moves a request to another state, and to the end of the queue or list that goes with it; one that was retracted to the front."""
         self._take_out(request)
         request.state = state
-        if (where := self._where(request)) is not None:
+        where = self._where(request)
+        if isinstance(where, deque) and request.retractions:
+            where.appendleft(request)
+        elif where is not None:
             where.append(request)
 
     def _where(self, request: Request) -> deque[Request] | list[Request] | None:
@@ -122,33 +155,86 @@ class Book:
             where.remove(request)
 
     def try_lease(self, request: Request) -> bool:
-        """Gives a request its row, its cached prefix and the promise of its pages; False, and nothing changed, if that must wait."""
+        """Gives a request its row, its cached prefix and the promise of pages; False, and nothing changed, if that must wait.
+
+        Legs are promised all that they may ever need: they are never retracted. So is everybody where the ratio is 1. Else a request is
+        promised the pages of what it has, and what it and the others will probably need besides must be there, if others run.
+        """
         if not may_enter(self.capacity, self.held, request.kind, request.total_pages):
             return False
-        lease = self.memory.admit(request.ids.tobytes(), prefix_pages=request.prefix_limit, total_pages=request.total_pages)
+        promise, reserve = request.total_pages, 0
+        if not self.ratio.promises_all:
+            running = [r for r in (*self.prefilling, *self.decoding) if r.kind is Kind.PLAIN]
+            reserve = self.ratio.reserved(running)
+            if request.kind is Kind.PLAIN:
+                promise = min(request.total_pages, pages_for(request.target + 1))
+                reserve += max(0, self.ratio.wanted_pages(request) - promise) if running else 0
+        lease = self.memory.admit(
+            request.ids[: request.length].tobytes(),
+            prefix_pages=request.prefix_limit,
+            total_pages=request.total_pages,
+            promise=promise,
+            reserve=reserve,
+            namespace=request.namespace,
+            priority=request.admit.priority,
+        )
         if lease is None:
             return False
         request.lease = lease
+        request.computed = request.launched = lease.shared * PAGE_SIZE
+        self.rows.take(request)
+        request.started = request.started or self.clock()
         self.held.rows[request.kind] += 1
         self.held.pages[request.kind] += request.total_pages
         return True
 
-    def emit(self, request: Request, ids: list[int], finish: str | None) -> None:
+    def retract(self, request: Request) -> None:
+        """Takes a request's pages and row back; it waits again, with what it has answered so far as part of its prompt."""
+        assert request.kind is Kind.PLAIN and request.drawing == 0 and request.lease is not None
+        self.totals.retractions += 1
+        request.retractions += 1
+        lease, request.lease = request.lease, None
+        self._give_row(request)
+        self._release(request, lease)
+        request.target, request.computed, request.launched = request.length, 0, 0
+        request.pooled = None
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = []
+        self.guess(request)
+        self.place(request, State.WAITING)
+
+    def _give_row(self, request: Request) -> None:
+        self.rows.give(request)
+        self.held.rows[request.kind] -= 1
+
+    def emit(self, request: Request, ids: list[int], finish: str | None, *, logprobs: list[TokenLogprob] | None = None, stop_id: int = -1) -> None:
         """Queues new tokens for the detokenizer; a finish ends the request."""
-        opened = None
+        admit, opened, prompt_logprobs = request.admit, None, None
         if not request.opened:
             request.opened = True
             tail = request.ids[max(0, request.prompt_tokens - PROMPT_TAIL) : request.prompt_tokens].tolist()
-            opened = OpenText(prompt_tail=tail, stop=request.admit.stop, prompt_tokens=request.prompt_tokens)
+            opened = OpenText(
+                prompt_tail=tail,
+                stop=admit.stop,
+                prompt_tokens=request.prompt_tokens,
+                min_tokens=admit.min_tokens,
+                include_stop=admit.include_stop,
+                keep_special=admit.keep_special,
+                spaces_between_special=admit.spaces_between_special,
+            )
+            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         self._items.append(
             Sampled(
-                rid=request.admit.rid,
-                index=request.admit.index,
+                rid=admit.rid,
+                index=admit.index,
                 ids=ids,
                 completion_tokens=request.completion_tokens,
                 finish=finish,
                 cached_tokens=request.cached_tokens,
                 open=opened,
+                logprobs=logprobs or [],
+                prompt_logprobs=prompt_logprobs,
+                stop_id=stop_id,
             )
         )
         if finish is not None:
@@ -175,6 +261,20 @@ class Book:
         )
         self.end(request, error)
 
+    def embed(self, request: Request, vector: bytes) -> None:
+        """Ends an embedding well."""
+        self.totals.finished += 1
+        self.outbox.embedded(
+            Embedded(
+                rid=request.admit.rid,
+                index=request.admit.index,
+                vector=vector,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=request.cached_tokens,
+            )
+        )
+        self.end(request)
+
     def hand_over(self, request: Request) -> None:
         """Ends a prefill leg well."""
         self.totals.finished += 1
@@ -186,78 +286,152 @@ class Book:
     def end(self, request: Request, error: ApiError | None = None) -> None:
         """Gives back all that a request holds. Its terminal message is the caller's."""
         self._take_out(request)
+        if request.state is State.COMPILING:
+            self.grammars.drop(request)
         request.state = State.ENDED
+        request.grammar = request.counts = None
         del self.requests[request.key]
         keys = self.by_rid[request.admit.rid]
         keys.discard(request.key)
         if not keys:
             del self.by_rid[request.admit.rid]
+            self._past_rids[request.admit.rid] = self.clock() + TOMBSTONE_S
+            self._past_rids.move_to_end(request.admit.rid)
+            if len(self._past_rids) > MAX_TOMBSTONES:
+                self._past_rids.popitem(last=False)
         if request.kind is Kind.PREFILL:
             self.held.prefill_legs -= 1
-        lease, request.lease = request.lease, None
-        if lease is not None:
-            self.held.rows[request.kind] -= 1
+        if request.lease is not None:
+            self._give_row(request)
+            self.limbo.add(request)
         if request.room_open:
             assert self.transfer is not None
-            if lease is not None:
-                self.limbo[request.kind, request_room(request)] = (lease, request.total_pages)
             reason = error if error is not None else aborted("the request ended")
             if request.kind is Kind.PREFILL:
                 self.transfer.cancel(request.admit.room, reason)
             else:
                 self.transfer.abandon(request.generation, reason)
-        elif lease is not None:
-            self._release(request.kind, lease, request.total_pages)
+        self.settle(request)
 
-    def room_closed(self, kind: Kind, room: int) -> None:
-        """The transfer touches this room's pages no more: frees them if their request has ended."""
-        if (kept := self.limbo.pop((kind, room), None)) is not None:
-            self._release(kind, *kept)
+    def settle(self, request: Request) -> None:
+        """Frees the pages of a request that has ended, unless the transfer may still touch them. Called when its room closes, too."""
+        if request in self.limbo and not request.room_open:
+            self.limbo.remove(request)
+            lease, request.lease = request.lease, None
+            assert lease is not None
+            self._release(request, lease)
 
-    def _release(self, kind: Kind, lease: Lease, pages: int) -> None:
-        self.held.pages[kind] -= pages
+    def _release(self, request: Request, lease: Lease) -> None:
+        self.held.pages[request.kind] -= request.total_pages
         self.memory.release(lease)
 
     def abort(self, rid: str, reason: str) -> None:
-        """Ends all choices of this exact rid, and remembers the rid so that an abort which overtakes its request still wins."""
+        """Ends all choices of this exact rid. One that was never here is remembered, so that an abort which overtakes its request still wins; one
+        that has ended is not, so that its id may be used again."""
+        if not rid:
+            return
         now = self.clock()
-        while self._dead_rids and (len(self._dead_rids) >= MAX_TOMBSTONES or next(iter(self._dead_rids.values())) < now):
-            self._dead_rids.popitem(last=False)
-        self._dead_rids[rid] = now + TOMBSTONE_S
-        self._dead_rids.move_to_end(rid)
+        _forget(self._dead_rids, now)
+        _forget(self._past_rids, now)
+        if rid not in self.by_rid and rid not in self._past_rids:
+            self._dead_rids[rid] = now + TOMBSTONE_S
         for key in list(self.by_rid.get(rid, ())):
             self.fail(self.requests[key], aborted(reason or "the request was aborted"))
 
     def leases(self) -> Iterable[Lease]:
         """All live leases, those in limbo too."""
-        yield from (r.lease for r in self.requests.values() if r.lease is not None)
-        yield from (lease for lease, _ in self.limbo.values())
+        return (r.lease for r in (*self.requests.values(), *self.limbo) if r.lease is not None)
+
+    @contextmanager
+    def border(self, request: Request) -> Iterator[None]:
+        """An exception inside one request's handling fails that request, and is logged."""
+        try:
+            yield
+        except Exception as e:
+            self.blame(request, e)
+
+    def blame(self, request: Request, error: Exception) -> None:
+        """Fails a request for an exception in its handling."""
+        if isinstance(error, ApiError):
+            self.fail(request, error)
+        elif isinstance(error, GrammarFault):
+            text = f"the answer left its grammar: {error}"
+            self.fail(request, ApiError(500, text, type=errors.SERVER, code="grammar_failed"))
+        else:
+            log.error("request %s/%d failed in the scheduler", *request.key, exc_info=error)
+            self.fail(request, ApiError(500, f"the scheduler failed on this request: {error}", type=errors.SERVER, code="internal"))
+
+    def rebuild(self) -> None:
+        """Makes all counts anew, from the requests and the tree. Called by the self-check. Raises for what contradicts itself."""
+        live = {id(r): r for r in self.requests.values()}
+        self.limbo = {r for r in self.limbo if r.lease is not None}
+        self.memory.rebuild(list(self.leases()))
+        self.rows.rebuild(r for r in live.values() if r.lease is not None)
+        self._count_held()
+        by_rid: dict[str, set[Key]] = {}
+        for key in self.requests:
+            by_rid.setdefault(key[0], set()).add(key)
+        self.by_rid = by_rid
+
+    def _count_held(self) -> None:
+        held = Held.nothing()
+        for request in (*self.requests.values(), *self.limbo):
+            if request.lease is not None:
+                held.rows[request.kind] += request not in self.limbo
+                held.pages[request.kind] += request.total_pages
+        held.prefill_legs = sum(r.kind is Kind.PREFILL for r in self.requests.values())
+        self.held = held
+
+    def start_anew(self, error: ApiError) -> None:
+        """Fails every request that holds pages, and begins with an empty cache. A room that a transfer still writes to keeps its pages: they
+        stay lost to this worker until its restart, and no other request ever gets them."""
+        holders = [r for r in self.requests.values() if r.lease is not None]
+        kept = [r.lease.own_pages() for r in (*holders, *self.limbo) if r.room_open and r.lease is not None]
+        for request in holders:
+            request.lease = None
+            request.slot = -1
+        self.limbo.clear()
+        self.memory.start_anew([page for pages in kept for page in pages])
+        self.rows.rebuild([])
+        self._count_held()
+        for request in holders:
+            self.fail(request, error)
+
+    def check_quickly(self) -> None:
+        """Counts only; at idle each second."""
+        self.memory.check_quickly(self.leases())
+        running = sum(r.lease is not None for r in self.requests.values())
+        assert running == self.running == self.rows.used, "rows and requests that hold one differ"
 
     def check_integrity(self) -> None:
         """Every live request is where its state says, and all that is held adds up."""
         self.memory.check_integrity(self.leases())
+        self.rows.check_integrity(r for r in self.requests.values() if r.lease is not None)
         places = [*self.plain_queue, *self.prefill_queue, *self.decode_queue, *self.prefilling, *self.decoding]
         assert len({r.key for r in places}) == len(places), "a request is in two places"
         for request in self.requests.values():
             assert request.state is not State.ENDED
             where = self._where(request)
             assert where is None or request in where
-            assert request.lease is None or request.computed <= request.lease.count * PAGE_SIZE
+            assert request.lease is None or request.launched <= request.lease.count * PAGE_SIZE
+            assert request.computed <= request.launched and 0 <= request.drawing <= 2
         assert all(r.key in self.requests for r in places)
         rows, pages = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
         for request in self.requests.values():
             if request.lease is not None:
                 rows[request.kind] += 1
                 pages[request.kind] += request.total_pages
-        for (kind, _), (_, n) in self.limbo.items():
-            pages[kind] += n
+        for request in self.limbo:
+            assert request.state is State.ENDED and request.room_open
+            pages[request.kind] += request.total_pages
         assert rows == self.held.rows and pages == self.held.pages
         assert self.held.prefill_legs == sum(r.kind is Kind.PREFILL for r in self.requests.values())
 
 
-def request_room(request: Request) -> int:
-    """The name of its room in the transfer: a decode leg's generation, a prefill leg's room."""
-    return request.admit.room if request.kind is Kind.PREFILL else request.generation
+def _forget(rids: OrderedDict[str, float], now: float) -> None:
+    """Drops what is over, and what is too much."""
+    while rids and (len(rids) >= MAX_TOMBSTONES or next(iter(rids.values())) <= now):
+        rids.popitem(last=False)
 
 
 def aborted(message: str) -> ApiError:

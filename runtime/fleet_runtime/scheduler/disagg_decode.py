@@ -13,8 +13,10 @@ from fleet_contract import errors
 from fleet_contract.errors import ApiError
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import pages_for
+from fleet_runtime.messages import TokenLogprob
 from fleet_runtime.scheduler.book import Book
-from fleet_runtime.scheduler.request import Kind, Request, State
+from fleet_runtime.scheduler.logprobs import decode_logprobs
+from fleet_runtime.scheduler.request import Request, State
 from fleet_runtime.transfer.base import DecodeClosed, DecodeComplete, DecodeFailed, DecodeOpen, KvTransfer
 
 DecodeEvent = DecodeOpen | DecodeComplete | DecodeFailed | DecodeClosed
@@ -23,7 +25,7 @@ DecodeEvent = DecodeOpen | DecodeComplete | DecodeFailed | DecodeClosed
 class DecodeLegs:
     """See the module. Called by the scheduler loop; `first_token` is the loop's handling of a sampled token."""
 
-    def __init__(self, book: Book, transfer: KvTransfer, first_token: Callable[[Request, int], None]) -> None:
+    def __init__(self, book: Book, transfer: KvTransfer, first_token: Callable[[Request, int, TokenLogprob | None], None]) -> None:
         self._book = book
         self._transfer = transfer
         self._first_token = first_token
@@ -61,7 +63,7 @@ class DecodeLegs:
     def _closed(self, request: Request) -> None:
         del self._by_generation[request.generation]
         request.room_open = False
-        self._book.room_closed(Kind.DECODE, request.generation)
+        self._book.settle(request)
 
     def reserve(self) -> None:
         """Gives the first in the queue their rows and pages, as far as these go, and tells their prefill workers.
@@ -74,7 +76,8 @@ class DecodeLegs:
             assert lease is not None
             prompt_pages = pages_for(request.prompt_tokens)
             self._book.place(request, State.RECEIVING)
-            self._book.memory.grow(lease, prompt_pages)
+            grown = self._book.memory.grow(lease, prompt_pages)
+            assert grown, "pages that were promised just now are there"
             self._transfer.alloc(request.generation, lease.shared, lease.own_pages(), request.prompt_tokens)
 
     def _received(self, request: Request, event: DecodeComplete) -> None:
@@ -85,9 +88,10 @@ class DecodeLegs:
             self._book.fail(request, ApiError(500, message, type=errors.SERVER, code="room_mismatch"))
             return
         self._book.totals.received_tokens += request.prompt_tokens - lease.shared * PAGE_SIZE
-        request.computed = request.prompt_tokens
+        request.computed = request.launched = request.prompt_tokens
         request.cached_tokens = done.cached_tokens
         request.seed = done.seed
         self._book.memory.commit(lease, request.page_key(request.prompt_tokens))
         self._book.place(request, State.DECODING)
-        self._first_token(request, done.first_token)
+        logprob, request.prompt_logprobs = decode_logprobs(done.logprobs)
+        self._first_token(request, done.first_token, logprob)

@@ -11,8 +11,10 @@ from fleet_contract.errors import ApiError
 from fleet_contract.handoff import Done
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import pages_for
+from fleet_runtime.messages import TokenLogprob
 from fleet_runtime.scheduler.book import Book
-from fleet_runtime.scheduler.request import Kind, Request, State
+from fleet_runtime.scheduler.logprobs import encode_logprobs
+from fleet_runtime.scheduler.request import Request, State
 from fleet_runtime.transfer.base import KvTransfer, PrefillAllocated, PrefillClosed, PrefillFailed, PrefillReceived
 
 PrefillEvent = PrefillAllocated | PrefillReceived | PrefillFailed | PrefillClosed
@@ -60,7 +62,7 @@ class PrefillLegs:
     def _closed(self, request: Request) -> None:
         del self._by_room[request.admit.room]
         request.room_open = False
-        self._book.room_closed(Kind.PREFILL, request.admit.room)
+        self._book.settle(request)
 
     def _allocated(self, request: Request, event: PrefillAllocated) -> None:
         total = pages_for(request.prompt_tokens)
@@ -77,17 +79,23 @@ class PrefillLegs:
     def send_computed(self, request: Request) -> None:
         """Sends the pages that became whole with the last chunk; with the prompt's end also the partial last page."""
         assert request.lease is not None
-        done = request.prompt_left == 0
+        done = request.computed >= request.prompt_tokens
         end = pages_for(request.prompt_tokens) if done else request.computed // PAGE_SIZE
         if end > request.sent_pages:
             pages = [int(p) for p in request.lease.table[request.sent_pages : end]]
             self._transfer.send_pages(request.admit.room, request.sent_pages - request.decode_prefix, pages)
             request.sent_pages = end
 
-    def finish(self, request: Request, first_token: int) -> None:
+    def finish(self, request: Request, first_token: int, logprob: TokenLogprob | None) -> None:
         """The prompt is computed and its first token sampled: all that decode needs goes out."""
         self._book.place(request, State.TRANSFERRING)
         self._transfer.send_done(
             request.admit.room,
-            Done(first_token=first_token, seed=request.seed, cached_tokens=request.cached_tokens, prompt_tokens=request.prompt_tokens),
+            Done(
+                first_token=first_token,
+                seed=request.seed,
+                cached_tokens=request.cached_tokens,
+                prompt_tokens=request.prompt_tokens,
+                logprobs=encode_logprobs(logprob, request.prompt_logprobs),
+            ),
         )

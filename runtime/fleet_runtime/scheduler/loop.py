@@ -1,4 +1,9 @@
-"""The scheduler's loop: receive, choose, step, process the results. One iteration is `Scheduler.iterate`.
+"""The scheduler's loop: receive, choose, launch a step, take the results of the one before. One iteration is `Scheduler.iterate`.
+
+With --overlap a step is chosen and launched while the one before is still computed, so whatever is decided must hold for both outcomes of
+that one. Who ends by length is known before and left out. Who ends otherwise draws one token too many, which is thrown away. Rows whose
+draw depends on the token before (a grammar, penalties) are computed at once, and draw when that token is known. Two steps with prompts
+never overlap: the second would be chosen before those that arrive meanwhile. Where pages are short nothing is launched until all has landed.
 
 Knows no sockets and no clock of its own: messages are handed in by `handle`, results leave by the book's outbox, time comes from `clock`. So
 tests run it over a virtual clock. An exception in the handling of one request fails that request; one of the executor's step is a fault
@@ -8,25 +13,35 @@ of the device or of ours and ends the process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Final
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE, ROLE_DECODE, ROLE_PREFILL
 from fleet_runtime.cache import pages as owners
-from fleet_runtime.cache.memory import KvMemory, pages_for
-from fleet_runtime.engine.base import Executor, StepOutput
-from fleet_runtime.messages import Abort, Admit, Drain, RoomRejected, Stopped
+from fleet_runtime.cache.memory import KvMemory
+from fleet_runtime.engine.base import Executor, Sampling, greedy
+from fleet_runtime.messages import Abort, Admit, Control, Drain, RoomRejected, Stopped
 from fleet_runtime.scheduler.admission import Capacity, overdue, refusal
-from fleet_runtime.scheduler.batch import build_step
+from fleet_runtime.scheduler.batch import StepRow, build_step, row_of
 from fleet_runtime.scheduler.book import Book, Outbox
+from fleet_runtime.scheduler.choice import Chooser
+from fleet_runtime.scheduler.control import Controls
 from fleet_runtime.scheduler.disagg_decode import DecodeLegs
 from fleet_runtime.scheduler.disagg_prefill import PrefillLegs
-from fleet_runtime.scheduler.policy import Limits, decode_ride, plan_step
+from fleet_runtime.scheduler.grammar import Compile, Grammars, Spawn
+from fleet_runtime.scheduler.ratio import NewTokenRatio
 from fleet_runtime.scheduler.request import Kind, Request, State
+from fleet_runtime.scheduler.results import Results
+from fleet_runtime.scheduler.rows import Rows
+from fleet_runtime.scheduler.runner import InlineRunner, Runner, Ticket
+from fleet_runtime.scheduler.sampling import Draw, sampling_of
+from fleet_runtime.scheduler.self_check import SelfCheck
+from fleet_runtime.scheduler.stages import Stages
 from fleet_runtime.transfer.base import (
     DecodeClosed,
     DecodeComplete,
@@ -44,45 +59,121 @@ log = logging.getLogger(__name__)
 EXPIRY_EVERY_S: Final = 0.05
 
 
+@dataclass(slots=True)
+class Step:
+    """One launched step. draws: of its rows that draw; late: they may draw only when the step before has landed."""
+
+    rows: list[StepRow]
+    draws: list[Draw]
+    ticket: Ticket
+    prefill: bool
+    late: bool
+
+
+def no_grammars(_: object) -> object:
+    """The compiler of a scheduler without a tokenizer. Raises ValueError."""
+    raise ValueError("this worker has no tokenizer for grammars")
+
+
 class Scheduler:
     """See the module. Not thread-safe: one thread calls it."""
 
     def __init__(
-        self, flags: RuntimeLaunch, executor: Executor, outbox: Outbox, *, clock: Callable[[], float], transfer: KvTransfer | None = None
+        self,
+        flags: RuntimeLaunch,
+        executor: Executor,
+        outbox: Outbox,
+        *,
+        clock: Callable[[], float],
+        transfer: KvTransfer | None = None,
+        runner: Runner | None = None,
+        compile: Compile = no_grammars,
+        wake: Callable[[], None] | None = None,
+        spawn: Spawn | None = None,
     ) -> None:
+        """runner: default: computes in `iterate`. compile, spawn: of grammars, and how a compilation is run. wake: called from other threads
+        when `iterate` has something to do."""
         layout = executor.layout
         assert layout.page_size == PAGE_SIZE, "the executor's pages must be those of the contract"
-        memory = KvMemory(layout.num_pages, on_free=executor.poison) if flags.debug_checks else KvMemory(layout.num_pages)
-        capacity = Capacity.of(flags.role, rows=flags.max_rows, pages=layout.num_pages)
-        self.book = Book(memory=memory, capacity=capacity, outbox=outbox, clock=clock, transfer=transfer)
+        watch: dict[str, Any] = {"on_free": executor.poison} if flags.debug_checks else {}
+        memory = KvMemory(layout.num_pages, eviction=flags.eviction_policy, **watch)
+        rows = min(flags.max_rows, executor.slots)
+        self.book = Book(
+            memory=memory,
+            capacity=Capacity.of(flags.role, rows=rows, pages=layout.num_pages),
+            outbox=outbox,
+            clock=clock,
+            rows=Rows(rows),
+            ratio=NewTokenRatio(flags.new_token_ratio),
+            grammars=Grammars(compile, timeout_s=flags.grammar_timeout, clock=clock, wake=wake, spawn=spawn),
+            transfer=transfer,
+        )
         self.executor = executor
+        self.runner = runner or InlineRunner(executor)
+        self.stages = Stages()
         self.draining = False
+        self.paused = False
         self._flags = flags
         self._clock = clock
         self._transfer = transfer
-        self._limits = Limits(flags.max_step_tokens, flags.max_prefill_steps)
         self._prefill_legs = PrefillLegs(self.book, transfer) if transfer is not None and flags.role != ROLE_DECODE else None
-        self._decode_legs = DecodeLegs(self.book, transfer, self._accept) if transfer is not None and flags.role != ROLE_PREFILL else None
-        self._prefill_steps = 0  # since the last step with decode rows
+        self._results = Results(self.book, self._prefill_legs)
+        self._decode_legs = DecodeLegs(self.book, transfer, self._results.accept) if transfer is not None and flags.role != ROLE_PREFILL else None
+        self._chooser = Chooser(self.book, flags)
+        self._controls = Controls(self, flags)
+        self._self_check = SelfCheck(self.book, clock)
+        self._depth = 2 if flags.overlap else 1
+        self._mask_words = -(-executor.vocab_size // 32)
+        self._launched: deque[Step] = deque()
+        self._same: tuple[list[Request] | None, Sampling] = ([], greedy(0))  # who drew last, where that says how
         self._next_expiry = 0.0
         self._drain_deadline = float("inf")
 
     def iterate(self) -> bool:
-        """One iteration; True if it computed a step. False: nothing can run until a message or an event comes, or time passes."""
+        """One iteration; True if it launched a step or took one's results. False: nothing can be done until a message, an event or a step
+        comes, or time passes."""
+        stages, steps = self.stages, self.book.totals.steps
+        stages.enter("receive")
         self._receive_events()
+        self._receive_grammars()
         self._expire()
-        rows = self._choose()
-        if rows:
-            output = self.executor.step(*build_step(rows))
-            self._process(rows, output)
+        stages.enter("admit")
+        progress = False
+        while self._launch():
+            progress = True
+        progress = self._land() or progress
+        stages.enter("send")
         self.book.flush()
+        stages.enter("other")
+        if not self._launched and not progress:
+            self._idle()
+        stages.leave()
+        if self.book.totals.steps != steps:
+            stages.end_step()
+        self._controls.poll()
         if self._flags.debug_checks:
             self.book.check_integrity()
-        return bool(rows)
+        return progress
+
+    @property
+    def step_begun(self) -> float:
+        """time.monotonic() when the executor began with what it computes now; 0 if nothing is launched."""
+        return self._launched[0].ticket.begun if self._launched else 0.0
+
+    @property
+    def outstanding(self) -> int:
+        """Launched steps whose results are not taken."""
+        return len(self._launched)
+
+    def _idle(self) -> None:
+        book = self.book
+        if not book.prefilling and not book.decoding:
+            book.ratio.reset()
+        self._self_check.run()
 
     # Receive.
 
-    def handle(self, message: Admit | Abort | RoomRejected | Stopped | Drain) -> None:
+    def handle(self, message: Admit | Abort | RoomRejected | Stopped | Drain | Control) -> None:
         """One message of a neighbour."""
         match message:
             case Admit():
@@ -92,10 +183,12 @@ class Scheduler:
             case Stopped():
                 if (request := self.book.requests.get((message.rid, message.index))) is not None:
                     self.book.totals.finished += 1
-                    self._commit_computed(request)
+                    self._results.commit(request)
                     self.book.end(request)
             case RoomRejected():
                 self._reject(message)
+            case Control():
+                self._controls.handle(message)
             case Drain():
                 self.draining = True
                 self._drain_deadline = message.deadline
@@ -105,25 +198,50 @@ class Scheduler:
         if request is None:
             log.warning("request %s/%d was not accepted: it is here already, or was aborted before it came", message.rid, message.index)
             return
-        with self._border(request):
-            if self.draining:
-                error: ApiError | None = ApiError(503, "this worker is draining and takes no new requests", type=errors.OVERLOADED, code="draining")
-            else:
-                error = refusal(
-                    self.book.capacity,
-                    request.kind,
-                    prompt_tokens=request.prompt_tokens,
-                    max_new=message.max_new,
-                    pages=request.total_pages,
-                    waiting=self.book.waiting - 1,
-                    max_queue=self._flags.max_queue,
-                )
-            if error is not None:
+        with self.book.border(request):
+            if (error := self._refusal(request)) is not None:
                 self._refuse(request, error)
-            elif request.kind is Kind.PLAIN:
-                self.book.place(request, State.WAITING)
+            elif message.grammar is None:
+                self._start(request)
+            elif (error := self.book.grammars.start(request)) is not None:
+                self._refuse(request, error)
             else:
-                self._start_leg(request)
+                self.book.place(request, State.COMPILING)
+
+    def _refusal(self, request: Request) -> ApiError | None:
+        if self.draining:
+            return ApiError(503, "this worker is draining and takes no new requests", type=errors.OVERLOADED, code="draining")
+        if request.admit.embed and not self.executor.hidden_size:
+            return ApiError(400, "this worker's executor gives no embeddings", code="no_embeddings")
+        book = self.book
+        return refusal(
+            book.capacity,
+            request.kind,
+            prompt_tokens=request.prompt_tokens,
+            max_new=request.admit.max_new,
+            pages=request.total_pages,
+            waiting=book.waiting - 1,
+            max_queue=self._flags.max_queue,
+            waiting_tokens=book.waiting_tokens - request.prompt_tokens,
+            max_queue_tokens=self._flags.max_queue_tokens,
+        )
+
+    def _receive_grammars(self) -> None:
+        for request, error in self.book.grammars.poll():
+            if request.state is not State.COMPILING:
+                continue
+            with self.book.border(request):
+                if error is not None:
+                    self._refuse(request, error)
+                else:
+                    self._start(request)
+
+    def _start(self, request: Request) -> None:
+        """All is there that it needs before it waits for a row."""
+        if request.kind is Kind.PLAIN:
+            self.book.place(request, State.WAITING)
+        else:
+            self._start_leg(request)
 
     def _refuse(self, request: Request, error: ApiError) -> None:
         """Fails a request at entry. The other leg of a pair must hear of it, or it would wait."""
@@ -169,11 +287,11 @@ class Scheduler:
         match event:
             case PrefillAllocated() | PrefillReceived() | PrefillFailed() | PrefillClosed():
                 if (legs := self._prefill_legs) is not None and (request := legs.request_of(event)) is not None:
-                    with self._border(request):
+                    with self.book.border(request):
                         legs.on_event(request, event)
             case DecodeOpen() | DecodeComplete() | DecodeFailed() | DecodeClosed():
                 if (decode := self._decode_legs) is not None and (request := decode.request_of(event)) is not None:
-                    with self._border(request):
+                    with self.book.border(request):
                         decode.on_event(request, event)
 
     def _expire(self) -> None:
@@ -186,118 +304,91 @@ class Scheduler:
             for request in list(self.book.requests.values()):
                 self.book.fail(request, late)
         for request in list(self.book.requests.values()):
-            if request.completion_tokens:
+            if request.completion_tokens and not self._flags.running_timeout:
                 continue
             error = overdue(
                 now,
                 deadline=request.admit.deadline,
                 arrived=request.arrived,
                 queue_timeout=self._flags.queue_timeout,
-                running=request.lease is not None,
+                running=request.started > 0,
                 state=request.state.value,
+                first_token=request.completion_tokens > 0,
+                started=request.started,
+                running_timeout=self._flags.running_timeout,
             )
             if error is not None:
                 self.book.fail(request, error)
 
-    # Choose.
+    # Launch and land.
 
-    def _choose(self) -> list[tuple[Request, int]]:
-        """The rows of the next step, with their pages taken."""
-        book = self.book
+    def _launch(self) -> bool:
+        """Launches the next step, if one may be chosen now and holds anything."""
+        if self.paused or len(self._launched) >= self._depth:
+            return False
+        previous = self._launched[-1] if self._launched else None
         if self._decode_legs is not None:
             self._decode_legs.reserve()
-        ride = decode_ride(self._limits, decode_rows=len(book.decoding), prefill_steps=self._prefill_steps)
-        self._admit_waiting(self._limits.step_tokens - ride - sum(r.prompt_left for r in book.prefilling))
-        plan = plan_step(
-            self._limits, [r.prompt_left for r in book.prefilling], [r.last_step for r in book.decoding], prefill_steps=self._prefill_steps
-        )
-        rows = [(book.prefilling[i], n) for i, n in plan.chunks] + [(book.decoding[i], 1) for i in plan.decode]
-        self._prefill_steps = 0 if plan.decode or not book.decoding else self._prefill_steps + 1
-        for request, n in rows:
-            assert request.lease is not None
-            book.memory.grow(request.lease, pages_for(request.computed + n))
-        return rows
-
-    def _admit_waiting(self, budget: int) -> None:
-        """Lets waiting prompts in while the step has tokens left for them. Within a queue nobody overtakes; of the two queues the older head
-        goes first, and where it does not fit, the other may."""
-        book = self.book
-        while budget > 0:
-            heads = sorted((q[0] for q in (book.plain_queue, book.prefill_queue) if q), key=lambda r: r.arrived)
-            entered = next((r for r in heads if book.try_lease(r)), None)
-            if entered is None:
-                return
-            assert entered.lease is not None
-            entered.computed = entered.lease.shared * PAGE_SIZE
-            entered.cached_tokens = entered.computed
-            book.totals.cached_tokens += entered.cached_tokens
-            book.place(entered, State.PREFILLING)
-            budget -= entered.prompt_left
-
-    # Process results.
-
-    def _process(self, rows: list[tuple[Request, int]], output: StepOutput) -> None:
-        totals = self.book.totals
-        totals.steps += 1
-        for i, (request, n) in enumerate(rows):
-            with self._border(request):
-                prefill = request.state is State.PREFILLING
-                request.computed += n
-                request.last_step = totals.steps
-                if prefill:
-                    totals.prefilled_tokens += n
-                else:
-                    totals.decode_tokens += n
-                sampled = request.computed == request.length
-                if output.failed[i]:  # before the tree or another worker gets any page of this step
-                    text = "the model's output for this request is not a finite number"
-                    self.book.fail(request, ApiError(500, text, type=errors.SERVER, code="numeric_error"))
-                    continue
-                if prefill:
-                    self._chunk_done(request)
-                if sampled:
-                    self._sampled(request, int(output.tokens[i]))
-
-    def _chunk_done(self, request: Request) -> None:
-        """The tree takes the whole pages of the chunk; those of a prefill leg go to decode."""
-        self._commit_computed(request)
-        if request.kind is Kind.PREFILL:
-            assert self._prefill_legs is not None
-            self._prefill_legs.send_computed(request)
-
-    def _sampled(self, request: Request, token: int) -> None:
-        if request.kind is Kind.PREFILL:
-            assert self._prefill_legs is not None
-            self._prefill_legs.finish(request, token)
-            return
-        if request.state is State.PREFILLING:
-            self.book.place(request, State.DECODING)
-        self._accept(request, token)
-
-    def _accept(self, request: Request, token: int) -> None:
-        """A new token of the answer; a stop id ends it before the length does."""
-        request.ids[request.length] = token
-        request.length += 1
-        if token in request.stop_ids:
-            finish: str | None = "stop"
+        chosen = self._chooser.choose(after_launch=previous is not None, after_prefill=previous is not None and previous.prefill)
+        if not chosen:
+            return False
+        self.stages.enter("build")
+        rows = [row_of(request, count) for request, count in chosen]
+        batch = build_step(rows, self.book.rows)
+        draws = [Draw(row.request, row.place) for row in rows if row.place >= 0]
+        late = any(draw.request.drawing and draw.request.needs_last_token for draw in draws)
+        # From here on pages that become free are set aside: also those of a row whose sampling fails below.
+        self.book.memory.step_launched()
+        number = self.book.totals.steps + len(self._launched) + 1
+        for row in rows:
+            row.request.launched += row.count
+            row.request.last_step = number
+            if row.place >= 0:
+                row.request.drawing += 1
+                self.book.rows.drawn(row.request)
+        if late:
+            ticket = self.runner.forward(batch)
         else:
-            finish = "length" if request.completion_tokens >= request.admit.max_new else None
-        if finish is not None:
-            self._commit_computed(request)
-        self.book.emit(request, [] if finish == "stop" else [token], finish)
+            sampling = self._sampling(draws)
+            self.stages.enter("launch")
+            ticket = self.runner.step(batch, sampling)
+            if ticket.done:
+                self.stages.away(int((ticket.ended - ticket.begun) * 1e9))
+        self._launched.append(Step(rows, draws, ticket, prefill=any(row.prefill for row in rows), late=late))
+        return True
 
-    def _commit_computed(self, request: Request) -> None:
-        if request.lease is not None and request.computed:
-            self.book.memory.commit(request.lease, request.page_key(request.computed))
+    def _sampling(self, draws: list[Draw]) -> Sampling:
+        """How these rows draw; the arrays of the step before where they say the same."""
+        requests = [draw.request for draw in draws]
+        if requests == self._same[0]:
+            return self._same[1]
+        sampling = sampling_of(draws, words=self._mask_words, fault=self.book.blame)
+        if sampling.masks is not None:
+            self.book.totals.grammar_rows += len(sampling.masks)
+        constant = sampling.bias_ids is None and sampling.counts is None and all(r.grammar is None for r in requests)
+        self._same = (requests if constant else None, sampling)
+        return sampling
 
-    @contextmanager
-    def _border(self, request: Request) -> Iterator[None]:
-        """An exception inside one request's handling fails that request, and is logged."""
-        try:
-            yield
-        except Exception as e:
-            log.exception("request %s/%d failed in the scheduler", *request.key)
-            self.book.fail(request, ApiError(500, f"the scheduler failed on this request: {e}", type=errors.SERVER, code="internal"))
+    def _land(self) -> bool:
+        """Takes the results of the oldest step, if they are there; then the next may draw, if it waits for that. Raises what the executor did."""
+        if not self._launched:
+            return False
+        step = self._launched[0]
+        if not step.ticket.done:
+            return False
+        self._launched.popleft()
+        self.stages.enter("process")
+        output = step.ticket.result()
+        self.book.memory.step_landed()
+        self._results.take(step.rows, output)
+        self.stages.note("executor", int((step.ticket.ended - step.ticket.begun) * 1e9))
+        if self._launched and (after := self._launched[0]).late:
+            after.late = False
+            self.stages.enter("build")
+            self.runner.sample(after.ticket, self._sampling(after.draws))
+        if not step.prefill:
+            self.book.ratio.decay()
+        return True
 
     # Facts for the heartbeat and the load report.
 
@@ -305,7 +396,7 @@ class Scheduler:
     def prompt_tokens_waiting(self) -> int:
         """Uncached prompt tokens still to compute."""
         queued = sum(r.uncached_guess for q in (self.book.plain_queue, self.book.prefill_queue) for r in q)
-        return queued + sum(r.prompt_left for r in self.book.prefilling)
+        return queued + sum(r.prefill_left for r in self.book.prefilling)
 
     def counters(self) -> dict[str, int]:
         """Values for heartbeat.COUNTERS."""
@@ -319,8 +410,14 @@ class Scheduler:
             "finished_requests_total": totals.finished,
             "failed_requests_total": totals.failed,
             "aborted_requests_total": totals.aborted,
+            "retractions_total": totals.retractions,
+            "grammar_rows_total": totals.grammar_rows,
+            "wasted_tokens_total": totals.wasted_tokens,
+            "self_check_failures_total": totals.self_check_failures,
+            "scheduler_us_total": self.stages.busy_ns // 1000,
             "running_requests": self.book.running,
             "waiting_requests": self.book.waiting,
+            "waiting_tokens": self.book.waiting_tokens,
             "pages_total": pages.num_pages,
             "pages_free": pages.count(owners.FREE),
             "pages_tree": pages.count(owners.TREE),

@@ -7,6 +7,7 @@ Sending never blocks: the queue towards a neighbour has no limit, and ends with 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import zmq
@@ -22,7 +23,7 @@ MAX_BURST: Final = 1000  # messages taken in one go, so that a flood cannot stop
 class Mail:
     """See the module. Implements the book's Outbox."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: str, incarnation: str, wake_fd: int | None = None) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: str, incarnation: str, wake_fds: Sequence[int] = ()) -> None:
         self._context = context
         self._run_dir = run_dir
         self._me = incarnation
@@ -35,11 +36,11 @@ class Mail:
         self._push: dict[str, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._pull, zmq.POLLIN)
-        if wake_fd is not None:
+        for wake_fd in wake_fds:
             self._poller.register(wake_fd, zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[m.Message]:
-        """Messages that count, in order; waits for the first, or for the wake-up descriptor, up to the timeout."""
+        """Messages that count, in order; waits for the first, or for a wake-up descriptor, up to the timeout."""
         self._poller.poll(round(timeout_s * 1000))
         out: list[m.Message] = []
         for _ in range(MAX_BURST):
@@ -66,7 +67,7 @@ class Mail:
         match message:
             case m.Peers() | m.PeerDied() | m.Drain():
                 return message.to in ("", self._me)
-            case m.Admit() | m.Abort() | m.RoomRejected():
+            case m.Admit() | m.Abort() | m.RoomRejected() | m.Control():
                 # Without a detokenizer no answer could leave: it waits for the next `Peers`. Http aborts what it ended when it heard of that
                 # death, and such an Abort waits behind its Admit.
                 return message.to == self._me and message.sender == self.peers.get(HTTP) and DETOKENIZER in self.peers
@@ -101,7 +102,13 @@ class Mail:
     def handed_over(self, message: m.HandedOver) -> None:
         self._to_detokenizer(message)
 
-    def _to_detokenizer(self, message: m.SampledBatch | m.Failed | m.HandedOver) -> None:
+    def embedded(self, message: m.Embedded) -> None:
+        self._to_detokenizer(message)
+
+    def control_reply(self, message: m.ControlReply) -> None:
+        self._to_detokenizer(message)
+
+    def _to_detokenizer(self, message: m.SampledBatch | m.Failed | m.HandedOver | m.Embedded | m.ControlReply) -> None:
         if (to := self.peers.get(DETOKENIZER)) is not None:
             message.sender, message.to = self._me, to
             self._send(DETOKENIZER, message)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Final, NoReturn
 
 import zmq
@@ -26,11 +27,15 @@ from fleet_runtime.engine.factory import make_executor
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
 from fleet_runtime.events.publisher import EventPublisher, Stream
 from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING, Board
+from fleet_runtime.models.files import ModelFiles, load_text_files
+from fleet_runtime.scheduler.grammar import LlguidanceCompiler
 from fleet_runtime.scheduler.load import LoadPublisher, LoadReporter
 from fleet_runtime.scheduler.loop import Scheduler
 from fleet_runtime.scheduler.mail import Mail
+from fleet_runtime.scheduler.runner import ThreadRunner
 from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
+from fleet_text.prompt import PromptEncoder
 
 log = logging.getLogger(__name__)
 _IDLE_WAIT_S: Final = 0.25
@@ -54,8 +59,18 @@ class SchedulerProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publisher = LoadPublisher(self._context, host=self._flags.internal_host, port=self._flags.load_port, pod_uid=config.identity.pod_uid)
         self._transfer = self._make_transfer(executor)
-        self._mail = Mail(self._context, config.run_dir, incarnation, self._transfer.wake_fd)
-        self._scheduler = Scheduler(self._flags, executor, self._mail, clock=time.monotonic, transfer=self._transfer)
+        self._runner = ThreadRunner(executor)
+        self._mail = Mail(self._context, config.run_dir, incarnation, (self._transfer.wake_fd, self._runner.wake_fd))
+        self._scheduler = Scheduler(
+            self._flags,
+            executor,
+            self._mail,
+            clock=time.monotonic,
+            transfer=self._transfer,
+            runner=self._runner,
+            compile=LlguidanceCompiler(self._load_tokenizer, executor.vocab_size),
+            wake=self._runner.wake,
+        )
         self._events = self._make_events()
         self._reporter = LoadReporter(self._scheduler, incarnation=incarnation, clock=time.monotonic)
         self._info = self._describe(executor)
@@ -81,6 +96,12 @@ class SchedulerProcess:
             self._config.threads,
         )
         return executor
+
+    def _load_tokenizer(self) -> tuple[str, list[int]]:
+        """For grammars: tokenizer.json, and the ids that end an answer. Called on first use, on a thread of the grammars'."""
+        folder = Path(self._config.model_folder) if self._config.model_folder else None
+        files = load_text_files(ModelFiles(folder=folder, base_name="", revision=self._config.model_revision))
+        return files["tokenizer.json"].decode(), list(PromptEncoder(files).eos_ids)
 
     def _make_transfer(self, executor: Executor) -> TcpTransfer:
         layout = executor.layout
@@ -149,9 +170,10 @@ class SchedulerProcess:
         while True:
             for message in self._mail.receive(wait_s):
                 self._handle(message)
-            busy = self._scheduler.iterate()
+            self._runner.drain_wake()
+            progress = self._scheduler.iterate()
             self._publish()
-            wait_s = 0.0 if busy else (_HOLDING_WAIT_S if self._scheduler.book.requests else _IDLE_WAIT_S)
+            wait_s = 0.0 if progress else (_HOLDING_WAIT_S if self._scheduler.book.requests or self._scheduler.outstanding else _IDLE_WAIT_S)
 
     def _handle(self, message: m.Message) -> None:
         match message:
@@ -166,25 +188,28 @@ class SchedulerProcess:
             case m.Drain():
                 self._row.set(phase=PHASE_DRAINING)
                 self._scheduler.handle(message)
-            case m.Abort() | m.RoomRejected() | m.Stopped():
+            case m.Abort() | m.RoomRejected() | m.Stopped() | m.Control():
                 self._scheduler.handle(message)
             case _:
                 pass  # Peers: the mail has taken it in
 
     def _publish(self) -> None:
-        """KV events, heartbeat and load report, once per loop."""
+        """KV events, heartbeat and load report, once per loop. A long step is no stall, but one that never ends is: then the beats stop."""
         self._events.publish()
         scheduler = self._scheduler
         totals = scheduler.book.totals
         open_requests = len(scheduler.book.requests)
         self._row.set(steps=totals.steps, pending=open_requests, inflight=open_requests)
-        self._row.beat()
+        begun = scheduler.step_begun
+        if not begun or time.monotonic() - begun < self._flags.stall_timeout / 2:
+            self._row.beat()
         self._board.set_counters(scheduler.counters())
         if (report := self._reporter.due()) is not None:
             self._publisher.publish(report)
 
     def close(self) -> None:
         """Peers see closed connections at once."""
+        self._runner.close()
         self._transfer.close()
         self._mail.close()
         self._publisher.close()
@@ -223,4 +248,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)  # the engine thread may still compute: nothing may be torn down below it

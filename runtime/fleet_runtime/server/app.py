@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from fleet_runtime.server.dialects import error_dialect
 from fleet_runtime.server.intake import ERROR_BODY, Intake
 from fleet_runtime.server.ollama_routes import add_ollama_routes
 from fleet_runtime.server.openai_routes import add_openai_routes
+from fleet_runtime.server.openapi import openapi
 from fleet_runtime.server.probe_routes import add_probe_routes
 from fleet_runtime.server.request_id import accept_request_id
 from fleet_runtime.server.responses import JSON_TYPE
@@ -126,6 +128,12 @@ def create_app(state: HttpState, *, internal: bool) -> ASGIApp:
     add_anthropic_routes(app, intake)
     add_ollama_routes(app, intake)
     add_probe_routes(app, state)
+    document = msgspec.json.encode(openapi(state.config.served_names, internal=internal))
+
+    @app.get("/openapi.json")
+    async def openapi_json() -> Response:
+        return Response(document, media_type=JSON_TYPE)
+
     if internal:
         add_control_routes(app, intake)
     border = Border(app, state, internal=internal)

@@ -165,6 +165,37 @@ def test_clearing_gives_back_all_that_no_request_holds() -> None:
     tree.check_integrity()
 
 
+@pytest.mark.parametrize("damage", ["locks", "counts", "order"])
+def test_a_damaged_tree_is_rebuilt_from_its_nodes_and_the_live_handles(damage: str) -> None:
+    tree = RadixTree("lfu")
+    held, _, _ = tree.insert(tree.root, 0, key(1, 2), [1, 2])
+    tree.lock(held)
+    tree.insert(tree.root, 0, key(1, 3), [9, 3])
+    gone, _, _ = tree.insert(tree.root, 0, key(4), [4])
+    if damage == "locks":
+        tree.lock(gone)  # a handle that nobody has any more
+    elif damage == "counts":
+        tree.evictable += 1
+    else:
+        tree._order.clear()
+    if damage != "locks":
+        with pytest.raises(AssertionError):
+            tree.check_integrity()
+    tree.rebuild([held])
+    tree.check_integrity()
+    assert (tree.protected, tree.evictable) == (2, 2) and sorted(tree.evict(9)) == [3, 4]
+
+
+def test_a_reset_drops_what_is_locked_too_and_says_so() -> None:
+    log = Log()
+    tree = RadixTree(listener=log)
+    node, _, _ = tree.insert(tree.root, 0, key(1, 2), [1, 2])
+    tree.lock(node)
+    assert sorted(tree.reset()) == [1, 2] and not log.held
+    tree.check_integrity()
+    assert tree.evictable == tree.protected == 0
+
+
 class Log:
     """A listener that keeps every change, and a second tree's worth of hashes: what a reader of the changes would hold."""
 

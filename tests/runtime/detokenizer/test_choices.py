@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fleet_runtime import messages as m
 from fleet_runtime.detokenizer.choices import Choices
+from fleet_runtime.detokenizer.stops import StopFilter
 from fleet_runtime.models.simulated_tokenizer import SIMULATED_VOCAB_SIZE, simulated_tokenizer_files
 
 TOKENIZER = Tokenizer.from_buffer(simulated_tokenizer_files()["tokenizer.json"])
 
 
+def decode(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=False))
+
+
 def choices() -> Choices:
-    return Choices(lambda ids: str(TOKENIZER.decode(list(ids), skip_special_tokens=True)), range(256, SIMULATED_VOCAB_SIZE))
+    return Choices(decode, range(256, SIMULATED_VOCAB_SIZE))
 
 
 def sampled(text: bytes, done: int, finish: str | None = None, *, stop: list[str] | None = None, first: bool = False) -> m.Sampled:
@@ -88,3 +97,117 @@ def test_ids_of_held_text_come_with_the_next_text() -> None:
     ]
     sent += c.push([sampled(b"", 9, "stop")]).texts
     assert [(t.text, bytes(t.ids)) for t in sent] == [("a", b"a"), ("中", "中".encode()), ("STb", b"STb"), ("", b"")]
+
+
+def opened(ids: list[int], finish: str | None = None, *, logprobs: bool = False, stop_id: int = -1, **options: Any) -> m.Sampled:
+    """A choice's first message."""
+    made = m.Sampled("r", 0, ids, len(ids), finish, 0, m.OpenText([], options.pop("stop", []), 7, **options), stop_id=stop_id)
+    made.logprobs = [m.TokenLogprob(i, -1.0) for i in ids] if logprobs else []
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "least", "include", "out", "by", "tokens"),
+    [
+        ("abSTcdST", "ST", 0, False, "ab", "ST", 4),
+        ("abSTcdST", "ST", 4, False, "ab", "ST", 4),  # complete with the fourth token: it may end there
+        ("abSTcdST", "ST", 5, False, "abSTcd", "ST", 8),
+        ("abSTcdST", "ST", 0, True, "abST", "ST", 4),
+        ("abSTcdST", "ST", 5, True, "abSTcdST", "ST", 8),
+        ("abSTcdST", "ST", 9, False, "abSTcdST", None, 8),
+        ("aSSTb", "ST", 0, False, "aS", "ST", 4),
+        ("xx", "xx", 2, False, "", "xx", 2),
+    ],
+)
+def test_stops_after_min_tokens_shown_or_not(text: str, stop: str, least: int, include: bool, out: str, by: str | None, tokens: int) -> None:
+    for step in (1, 3, len(text)):
+        c, got = choices(), []
+        for at in range(0, len(text), step):
+            ids = list(text.encode())[at : at + step]
+            finish = "length" if at + step >= len(text) else None
+            first = m.OpenText([], [stop], 7, least, include) if at == 0 else None
+            got += c.push([m.Sampled("r", 0, ids, min(at + step, len(text)), finish, 0, first)]).texts
+            if got and got[-1].finish:
+                break
+        assert "".join(t.text for t in got) == out
+        assert (got[-1].stopped_by, got[-1].completion_tokens, got[-1].finish) == (by, tokens, "stop" if by else "length")
+        assert len(c) == 0
+
+
+def test_special_tokens_have_text_only_on_request() -> None:
+    ids = [256, 97, 258, 98]
+    assert "".join(t.text for t in choices().push([opened(ids, "stop")]).texts) == "ab"
+    assert "".join(t.text for t in choices().push([opened(ids, "stop", keep_special=True)]).texts) == decode(ids) == "<|bos|>a<|role|>b"
+
+
+@given(ids=st.lists(st.integers(0, SIMULATED_VOCAB_SIZE - 1), max_size=60), cut=st.integers(1, 5), keep=st.booleans())
+def test_joined_text_is_the_decode_of_the_ids_with_and_without_special_tokens(ids: list[int], cut: int, keep: bool) -> None:
+    c, got = choices(), []
+    for at in range(0, max(1, len(ids)), cut):
+        first = m.OpenText([], [], 7, keep_special=keep) if at == 0 else None
+        got += c.push([m.Sampled("r", 0, ids[at : at + cut], at, "length" if at + cut >= len(ids) else None, 0, first)]).texts
+    assert "".join(t.text for t in got) == str(TOKENIZER.decode(ids, skip_special_tokens=not keep))
+    assert [i for t in got for i in t.ids] == ids
+
+
+@given(text=st.text(alphabet="aé中😀S", max_size=30), cut=st.integers(1, 5), stop=st.sampled_from(["SS", "é中", "zz"]))
+def test_ids_and_logprobs_leave_with_their_text(text: str, cut: int, stop: str) -> None:
+    """Whatever is held: one logprob an id, in order, and all of them by the end."""
+    ids = list(text.encode())
+    c, got = choices(), []
+    for at in range(0, max(1, len(ids)), cut):
+        new = ids[at : at + cut]
+        first = m.OpenText([], [stop], 7) if at == 0 else None
+        item = m.Sampled("r", 0, new, at + len(new), "length" if at + cut >= len(ids) else None, 0, first)
+        item.logprobs = [m.TokenLogprob(i, -1.0) for i in new]
+        got += c.push([item]).texts
+        if got and got[-1].finish:
+            break
+    assert all([p.token for p in t.logprobs] == t.ids for t in got)
+    told = [i for t in got for i in t.ids]
+    assert told == ids[: len(told)] and len(told) == got[-1].completion_tokens
+    assert got[-1].finish == "stop" or told == ids
+
+
+def test_prompt_logprobs_come_once_with_the_first_text() -> None:
+    item = opened([97])
+    item.prompt_logprobs = [m.TokenLogprob(5, -2.0)]
+    c = choices()
+    assert c.push([item]).texts[0].prompt_logprobs == [m.TokenLogprob(5, -2.0)]
+    assert c.push([sampled(b"b", 2, "length")]).texts[0].prompt_logprobs is None
+
+
+@pytest.mark.parametrize(("finish", "stop_id", "by"), [("stop", 257, 257), ("stop", -1, None), ("length", -1, None)])
+def test_the_id_that_ended_an_answer_is_named(finish: str, stop_id: int, by: int | None) -> None:
+    assert choices().push([opened([97], finish, stop_id=stop_id)]).texts[0].stopped_by == by
+
+
+@pytest.mark.parametrize("stops", [[], ["a" * 1000 + "b" + "a" * 1000, "aaab"], ["\n\nUser:", "END"]])
+def test_a_long_answer_costs_in_proportion_to_its_length(stops: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: ids given to the decoder, and steps of the stops' automata. 8,000 tokens cost twice what 4,000 do."""
+
+    def cost(tokens: int) -> int:
+        decoded = 0
+
+        def counting(ids: Sequence[int]) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return decode(ids)
+
+        c = Choices(counting, range(256, SIMULATED_VOCAB_SIZE))
+        c.push([m.Sampled("r", 0, [], 0, None, 0, m.OpenText([], stops, 7))])
+        looked = 0
+        automaton = StopFilter._step
+
+        def step(self: StopFilter, char: str, *, armed: bool) -> str | None:
+            nonlocal looked
+            looked += 1
+            return automaton(self, char, armed=armed)
+
+        monkeypatch.setattr(StopFilter, "_step", step)
+        for i in range(tokens):
+            c.push([m.Sampled("r", 0, [ord("a")] if i % 50 else list("中".encode()), i, None)])
+        monkeypatch.setattr(StopFilter, "_step", automaton)
+        return decoded + looked
+
+    assert cost(8000) <= 2.1 * cost(4000)

@@ -64,3 +64,43 @@ def test_a_hopeless_beginning_is_let_go_at_once() -> None:
     f = StopFilter(["STOP"])
     assert f.push("ST") == ("", None)
     assert f.push("A") == ("STA", None)
+
+
+def naive(text: str, stops: list[str], armed_from: int) -> tuple[str, bool]:
+    """The model with stops that may end the answer only at or after the character `armed_from` (counted from 1)."""
+    for end in range(1, len(text) + 1):
+        ended = [s for s in stops if text[:end].endswith(s)]
+        if ended and end >= armed_from:
+            return text[: end - max(map(len, ended))], True
+    return text, False
+
+
+@given(text=small, stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3), armed_from=st.integers(0, 12))
+def test_a_stop_before_its_time_is_text(text: str, stops: list[str], armed_from: int) -> None:
+    f, out, met = StopFilter(stops), "", None
+    for n, char in enumerate(text, 1):
+        passed, met = f.push(char, armed=n >= armed_from)
+        out += passed
+        if met is not None:
+            break
+    assert (out + ("" if met else f.flush()), met is not None) == naive(text, stops, armed_from)
+
+
+@given(text=small, stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3), size=st.integers(1, 5))
+def test_a_stop_that_is_included_ends_the_text(text: str, stops: list[str], size: int) -> None:
+    f, out, met = StopFilter(stops, include=True), "", None
+    for at in range(0, len(text), size):
+        passed, met = f.push(text[at : at + size])
+        out += passed
+        if met is not None:
+            break
+    before, hit = model(text, stops)
+    assert (met is not None) == hit
+    assert out == before + met.stop if met is not None else out + f.flush() == text
+
+
+def test_a_stop_may_begin_inside_a_token() -> None:
+    f = StopFilter(["lo wor"])
+    assert f.push("Hello") == ("Hel", None)
+    passed, met = f.push(" world")
+    assert passed == "" and met is not None and met.stop == "lo wor"

@@ -79,7 +79,8 @@ def test_simulated_goes_only_with_simulated(executor: str, model: str) -> None:
 
 def test_neither_the_factory_nor_the_model_files_import_torch() -> None:
     code = (
-        "import sys, fleet_runtime.engine.factory, fleet_runtime.models.files, fleet_runtime.models.bundled;"
+        "import sys, fleet_runtime.engine.factory, fleet_runtime.models.files, fleet_runtime.models.bundled, fleet_runtime.models.weights;"
+        "import fleet_runtime.models.families, fleet_runtime.engine.sampler, fleet_runtime.engine.simulated, fleet_runtime.models.gguf_cache;"
         "print(sorted({'torch', 'transformers', 'gguf', 'safetensors'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 CHAT = "/v1/chat/completions"
 COMP = "/v1/completions"
@@ -197,7 +196,7 @@ BAD = [
 
 @pytest.mark.parametrize(("path", "body", "status", "code", "param", "words"), BAD, ids=lambda v: v[:40] if isinstance(v, (str, bytes)) else None)
 def test_bad_input_is_refused_in_words(runtime: Runtime, path: str, body: bytes, status: int, code: str, param: str | None, words: list[str]) -> None:
-    answer = httpx.post(runtime.data + path, content=body, headers={"X-Request-Id": "my-id-1"}, timeout=10)
+    answer = HTTP.post(runtime.data + path, content=body, headers={"X-Request-Id": "my-id-1"}, timeout=10)
     assert answer.status_code == status, answer.text
     assert len(answer.content) < 4096
     assert answer.headers["x-request-id"] == "my-id-1"
@@ -217,18 +216,18 @@ def test_bad_input_is_refused_in_words(runtime: Runtime, path: str, body: bytes,
     ],
 )
 def test_internal_names_are_refused_on_the_public_port(runtime: Runtime, headers: dict[str, str], code: str) -> None:
-    answer = httpx.post(runtime.data + CHAT, content=chat(), headers=headers)
+    answer = HTTP.post(runtime.data + CHAT, content=chat(), headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
 @pytest.mark.parametrize("path", ["/worker", "/tokenizer", "/abort_request"])
 def test_control_calls_are_not_on_the_public_port(runtime: Runtime, path: str) -> None:
-    assert httpx.get(runtime.data + path).status_code == 404
+    assert HTTP.get(runtime.data + path).status_code == 404
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_json_is_json_whatever_the_content_type(runtime: Runtime, content_type: str) -> None:
-    assert httpx.post(runtime.data + CHAT, content=chat(), headers={"Content-Type": content_type}).status_code == 200
+    assert HTTP.post(runtime.data + CHAT, content=chat(), headers={"Content-Type": content_type}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -245,22 +244,22 @@ def test_json_is_json_whatever_the_content_type(runtime: Runtime, content_type: 
     ],
 )
 def test_what_asks_for_nothing_unusual_is_served(runtime: Runtime, options: dict[str, Any]) -> None:
-    answer = httpx.post(runtime.data + CHAT, content=chat(**options))
+    answer = HTTP.post(runtime.data + CHAT, content=chat(**options))
     assert answer.status_code == 200, answer.text
 
 
 def test_duplicate_keys_take_the_last(runtime: Runtime) -> None:
-    assert httpx.post(runtime.data + CHAT, content=raw('"max_tokens":0,"max_tokens":2')).json()["usage"]["completion_tokens"] == 2
+    assert HTTP.post(runtime.data + CHAT, content=raw('"max_tokens":0,"max_tokens":2')).json()["usage"]["completion_tokens"] == 2
 
 
 def test_a_prompt_of_all_but_one_token_gives_one_token(runtime: Runtime) -> None:
-    answer = httpx.post(runtime.data + COMP, content=comp(prompt="x" * 511)).json()
+    answer = HTTP.post(runtime.data + COMP, content=comp(prompt="x" * 511)).json()
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_strange_request_id_is_replaced(runtime: Runtime) -> None:
-    answer = httpx.get(runtime.data + "/v1/models", headers={"X-Request-Id": "a" * 500})
+    answer = HTTP.get(runtime.data + "/v1/models", headers={"X-Request-Id": "a" * 500})
     assert len(answer.headers["x-request-id"]) == 32
 
 
@@ -320,7 +319,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(runtime: Runtime) ->
 
 
 def test_a_chunked_body_over_the_limit_is_refused(runtime: Runtime) -> None:
-    answer = httpx.post(runtime.data + CHAT, content=iter([b"x" * 40_000, b"y" * 40_000]))
+    answer = HTTP.post(runtime.data + CHAT, content=iter([b"x" * 40_000, b"y" * 40_000]))
     assert answer.status_code == 413
 
 

@@ -6,13 +6,12 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from fleet_contract.errors import ApiError
 from fleet_runtime import messages as m
 from fleet_runtime.server.control import Controls
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ from fleet_testing.runtime import Runtime, wait_for
     ],
 )
 def test_a_call_is_answered_by_the_scheduler(runtime: Runtime, path: str, body: Any, op: str, args: dict[str, Any]) -> None:
-    answer = httpx.post(runtime.internal + path, content=b"" if body is None else json.dumps(body).encode(), timeout=20)
+    answer = HTTP.post(runtime.internal + path, content=b"" if body is None else json.dumps(body).encode(), timeout=20)
     assert answer.status_code == 200 and answer.json() == {"op": op, "args": args}
 
 
@@ -44,22 +43,22 @@ def test_a_call_is_answered_by_the_scheduler(runtime: Runtime, path: str, body: 
     ],
 )
 def test_wrong_arguments_are_refused(runtime: Runtime, path: str, body: dict[str, Any], param: str) -> None:
-    answer = httpx.post(runtime.internal + path, json=body)
+    answer = HTTP.post(runtime.internal + path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_internals_and_load_tell_of_both_processes(runtime: Runtime) -> None:
-    told = httpx.get(runtime.internal + "/internals").json()
+    told = HTTP.get(runtime.internal + "/internals").json()
     assert told["scheduler"]["op"] == "internals" and told["http"]["open_requests"] == 0 and "steps_total" in told["counters"]
-    load = httpx.get(runtime.internal + "/get_load").json()
+    load = HTTP.get(runtime.internal + "/get_load").json()
     assert (load["running_requests"], load["max_rows"], load["kv_capacity_tokens"], load["draining"]) == (0, 8, 4096, False)
     assert load["incarnation"] == runtime.record()["incarnation"]
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/pause", "/continue", "/log_level", "/profile", "/internals", "/get_load"])
 def test_control_calls_are_not_on_the_public_port(runtime: Runtime, path: str) -> None:
-    assert httpx.post(runtime.data + path, json={}).status_code == 404
-    assert httpx.get(runtime.data + path).status_code == 404
+    assert HTTP.post(runtime.data + path, json={}).status_code == 404
+    assert HTTP.get(runtime.data + path).status_code == 404
 
 
 class Silent:
@@ -114,7 +113,7 @@ async def test_the_schedulers_refusal_is_passed_on() -> None:
 
 
 def test_log_level_sets_this_process_too(runtime: Runtime) -> None:
-    assert httpx.post(runtime.internal + "/log_level", json={"level": "debug"}).status_code == 200
-    httpx.post(runtime.data + "/v1/completions", json={"model": "tiny", "prompt": "count:1"})
+    assert HTTP.post(runtime.internal + "/log_level", json={"level": "debug"}).status_code == 200
+    HTTP.post(runtime.data + "/v1/completions", json={"model": "tiny", "prompt": "count:1"})
     wait_for(lambda: '"request ended"' in runtime.text_of_log(), "a line of level debug is written")
-    httpx.post(runtime.internal + "/log_level", json={"level": "info"})
+    HTTP.post(runtime.internal + "/log_level", json={"level": "info"})

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from fleet_testing.runtime import Runtime
+from fleet_testing.runtime import HTTP, Runtime
 
 PATH = "/v1/embeddings"
 
@@ -21,7 +21,7 @@ def vector(text: bytes) -> np.ndarray:
 
 
 def post(runtime: Runtime, **body: Any) -> httpx.Response:
-    return httpx.post(runtime.data + PATH, json={"model": "tiny", **body}, timeout=30)
+    return HTTP.post(runtime.data + PATH, json={"model": "tiny", **body}, timeout=30)
 
 
 @pytest.mark.parametrize("given", ["ab", [97, 98], ["ab"], [[97, 98]]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,8 @@ from fleet_contract.openai import NEUTRAL_OPTIONS, NEUTRAL_VALUES
 from fleet_runtime.server.body import parse_json
 from fleet_runtime.server.generate import max_new_tokens
 from fleet_runtime.server.validate import chat_request, completion_request, embedding_request, stop_strings, tokenize_request
-from fleet_testing.runtime import Runtime
+from fleet_testing.fuzz import storm
+from fleet_testing.runtime import HTTP, Runtime
 
 NAMES = (
     "model messages prompt stream stream_options max_tokens max_completion_tokens temperature top_p seed stop ignore_eos".split()
@@ -29,7 +29,7 @@ bodies = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), values, m
 likely = bodies.map(lambda b: {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "prompt": "x", **b})
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(body=bodies | likely)
 @pytest.mark.parametrize("check", [chat_request, completion_request, embedding_request, tokenize_request])
 def test_checks_accept_or_refuse_in_few_words(check: Any, body: dict[str, Any]) -> None:
@@ -69,6 +69,32 @@ def test_what_may_be_made_always_fits(prompt: int, asked: int | None, default: i
 @given(body=likely, path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize"]))
 def test_the_server_answers_2xx_or_4xx(runtime: Runtime, body: dict[str, Any], path: str) -> None:
     options = {"max_tokens": 1} | body
-    answer = httpx.post(runtime.data + path, content=json.dumps(options).encode(), timeout=20)
+    answer = HTTP.post(runtime.data + path, content=json.dumps(options).encode(), timeout=20)
     assert answer.status_code < 500, answer.text
     assert answer.headers["x-request-id"]
+
+
+def test_a_storm_of_broken_bodies_leaves_the_same_processes(runtime: Runtime) -> None:
+    """The long form is `make fuzz`."""
+    before = runtime.children()
+    statuses = storm(runtime, bodies=320, seed=4)
+    assert statuses[200] > 20 and statuses[400] > 100
+    assert all(child.is_running() for child in before)
+
+
+def test_the_published_document_names_every_option_and_no_other(runtime: Runtime) -> None:
+    document = HTTP.get(runtime.data + "/openapi.json").json()
+    assert document["openapi"] == "3.1.0" and "/worker" not in document["paths"]
+    assert "/worker" in HTTP.get(runtime.internal + "/openapi.json").json()["paths"]
+    for path, operations in document["paths"].items():
+        method = next(iter(operations))
+        answer = HTTP.request(method.upper(), runtime.data + path.replace("{name}", "ns/tiny"), content=b"{}" if method == "post" else None)
+        assert answer.status_code in (200, 400), (path, answer.text)
+    for name, path in (("ChatRequest", "/v1/chat/completions"), ("CompletionRequest", "/v1/completions"), ("EmbeddingRequest", "/v1/embeddings")):
+        schema = document["components"]["schemas"][name]
+        assert schema["additionalProperties"] is False and schema["properties"]["model"]["enum"] == ["tiny", "ns/tiny"]
+        good: dict[str, Any] = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+        for option in schema["properties"]:
+            if option not in good and option != "priority":
+                body = {k: v for k, v in good.items() if k in schema["properties"]} | ({"max_tokens": 1} if name != "EmbeddingRequest" else {})
+                assert HTTP.post(runtime.data + path, json={**body, option: None}).status_code == 200, option

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from fleet_contract.wire import encode_ids
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 from fleet_text.prompt import PromptEncoder
 
 COMP = "/v1/completions"
@@ -23,7 +23,7 @@ def rid() -> str:
 
 
 def post(runtime: Runtime, headers: dict[str, str] | list[tuple[str, str]], *, path: str = COMP, **body: Any) -> httpx.Response:
-    return httpx.post(runtime.internal + path, json={"model": "tiny", "prompt": "count:2", **body}, headers=headers, timeout=20)
+    return HTTP.post(runtime.internal + path, json={"model": "tiny", "prompt": "count:2", **body}, headers=headers, timeout=20)
 
 
 def ids_post(
@@ -36,11 +36,11 @@ def ids_post(
         "X-Radixfleet-Model-Revision": runtime.record()["modelRevision"],
         **headers,
     }
-    return httpx.post(runtime.internal + COMP, content=text + (encode_ids(ids) if data is None else data), headers=all_headers, timeout=20)
+    return HTTP.post(runtime.internal + COMP, content=text + (encode_ids(ids) if data is None else data), headers=all_headers, timeout=20)
 
 
 def test_the_worker_says_what_it_is(runtime: Runtime) -> None:
-    record = httpx.get(runtime.internal + "/worker").json()
+    record = HTTP.get(runtime.internal + "/worker").json()
     assert record == runtime.record(), "the announce file holds the same"
     assert record["servedNames"] == ["tiny", "ns/tiny"] and record["contextLength"] == 512
     assert (record["kvCapacityTokens"], record["maxRows"], record["pageSize"]) == (4096, 8, 16)
@@ -48,10 +48,10 @@ def test_the_worker_says_what_it_is(runtime: Runtime) -> None:
 
 
 def test_the_tokenizer_travels_as_a_zip_with_an_etag(runtime: Runtime) -> None:
-    answer = httpx.get(runtime.internal + "/tokenizer")
+    answer = HTTP.get(runtime.internal + "/tokenizer")
     assert answer.headers["etag"] == f'"{runtime.record()["modelRevision"]}"'
     assert PromptEncoder.from_zip(answer.content).encode("hi", add_special_tokens=True) == [104, 105]
-    again = httpx.get(runtime.internal + "/tokenizer", headers={"If-None-Match": answer.headers["etag"]})
+    again = HTTP.get(runtime.internal + "/tokenizer", headers={"If-None-Match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
@@ -121,7 +121,7 @@ def test_a_decode_leg_streams_and_sends_no_status_before_its_first_token(runtime
     status: list[int] = []
 
     def run() -> None:
-        with httpx.stream(
+        with HTTP.stream(
             "POST", runtime.internal + COMP, json={"model": "tiny", "prompt": "hang", "stream": True}, headers=headers, timeout=20
         ) as answer:
             status.append(answer.status_code)
@@ -132,7 +132,7 @@ def test_a_decode_leg_streams_and_sends_no_status_before_its_first_token(runtime
     sent = runtime.sent("Admit")[-1]
     assert (sent["leg"], sent["room"], sent["bootstrap"], sent["prefill_incarnation"]) == ("decode", 8, "10.0.0.1:8998", "f" * 16)
     assert status == []
-    assert httpx.post(runtime.internal + "/abort_request", json={"rid": r}).json() == {"state": "aborted"}
+    assert HTTP.post(runtime.internal + "/abort_request", json={"rid": r}).json() == {"state": "aborted"}
     thread.join(10)
     assert status == [499], "the failure has its own status"
 
@@ -154,7 +154,7 @@ def test_a_leg_refused_for_its_body_tells_its_peer_why(runtime: Runtime) -> None
 
 def test_an_abort_that_overtakes_its_request_wins(runtime: Runtime) -> None:
     r = rid()
-    abort = lambda: httpx.post(runtime.internal + "/abort_request", json={"rid": r}).json()["state"]  # noqa: E731
+    abort = lambda: HTTP.post(runtime.internal + "/abort_request", json={"rid": r}).json()["state"]  # noqa: E731
     assert abort() == "unknown"
     headers = {"X-Radixfleet-Rid": r, "X-Radixfleet-Leg": "prefill", "X-Radixfleet-Room": "55"}
     answer = post(runtime, headers)
@@ -170,11 +170,11 @@ def test_an_abort_needs_the_exact_rid_and_may_be_repeated(runtime: Runtime) -> N
     wait_for(lambda: any(s["rid"] == r for s in runtime.sent("Admit")), "it is admitted")
 
     def abort(which: str) -> str:
-        return str(httpx.post(runtime.internal + "/abort_request", json={"rid": which}).json()["state"])
+        return str(HTTP.post(runtime.internal + "/abort_request", json={"rid": which}).json()["state"])
 
     assert abort(r[:-1]) == "unknown"
-    assert httpx.post(runtime.internal + "/abort_request", json={"rid": ""}).status_code == 400
-    assert httpx.post(runtime.internal + "/abort_request", json={"rid": 5}).status_code == 400
+    assert HTTP.post(runtime.internal + "/abort_request", json={"rid": ""}).status_code == 400
+    assert HTTP.post(runtime.internal + "/abort_request", json={"rid": 5}).status_code == 400
     assert not answers
     second = post(runtime, {"X-Radixfleet-Rid": r})
     assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_rid")

@@ -6,11 +6,10 @@ import json
 from collections import defaultdict
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from fleet_testing.runtime import Runtime
+from fleet_testing.runtime import HTTP, Runtime
 
 CHAT = "/v1/chat/completions"
 COMP = "/v1/completions"
@@ -18,14 +17,14 @@ COMP = "/v1/completions"
 
 def post(runtime: Runtime, path: str, **body: Any) -> dict[str, Any]:
     what: dict[str, Any] = {"messages": [{"role": "user", "content": body.pop("prompt", "count:2")}]} if path == CHAT else {}
-    answer = httpx.post(runtime.data + path, json={"model": "tiny", "max_tokens": 50, **what, **body}, timeout=20)
+    answer = HTTP.post(runtime.data + path, json={"model": "tiny", "max_tokens": 50, **what, **body}, timeout=20)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
 def stream(runtime: Runtime, path: str, **body: Any) -> list[dict[str, Any]]:
     what: dict[str, Any] = {"messages": [{"role": "user", "content": body.pop("prompt", "count:2")}]} if path == CHAT else {}
-    text = httpx.post(runtime.data + path, json={"model": "tiny", "max_tokens": 50, "stream": True, **what, **body}, timeout=20).text
+    text = HTTP.post(runtime.data + path, json={"model": "tiny", "max_tokens": 50, "stream": True, **what, **body}, timeout=20).text
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -71,9 +70,9 @@ def test_options_reach_the_scheduler(runtime: Runtime, path: str, given: dict[st
 
 
 def test_priority_is_for_the_internal_port(runtime: Runtime) -> None:
-    answer = httpx.post(runtime.internal + COMP, json={"model": "tiny", "prompt": "count:1", "priority": -3})
+    answer = HTTP.post(runtime.internal + COMP, json={"model": "tiny", "prompt": "count:1", "priority": -3})
     assert answer.status_code == 200 and runtime.sent("Admit")[-1]["priority"] == -3
-    assert httpx.post(runtime.internal + COMP, json={"model": "tiny", "prompt": "x", "priority": 1001}).status_code == 400
+    assert HTTP.post(runtime.internal + COMP, json={"model": "tiny", "prompt": "x", "priority": 1001}).status_code == 400
 
 
 @pytest.mark.parametrize("path", [CHAT, COMP])
@@ -213,7 +212,7 @@ def test_token_ids_of_prompt_and_answer_come_on_request(runtime: Runtime, path: 
 def test_a_grammar_that_does_not_compile_fails_its_request_only(runtime: Runtime) -> None:
     for more in ({}, {"stream": True}):
         body = {"model": "tiny", "prompt": "compile:fail", "guided_regex": "a", **more}
-        answer = httpx.post(runtime.data + COMP, json=body)
+        answer = HTTP.post(runtime.data + COMP, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_grammar")
 
 
@@ -231,9 +230,9 @@ def test_the_official_client_reads_logprobs_choices_and_usage(runtime: Runtime) 
 
 
 def test_tokenize_and_detokenize_are_inverse(runtime: Runtime) -> None:
-    told = httpx.post(runtime.data + "/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
+    told = HTTP.post(runtime.data + "/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
     assert told == {"tokens": [97, 195, 169], "count": 3, "max_model_len": 512, "token_strs": ["a", "\ufffd", "\ufffd"]}
-    assert httpx.post(runtime.data + "/detokenize", json={"model": "tiny", "tokens": told["tokens"]}).json() == {"prompt": "aé"}
+    assert HTTP.post(runtime.data + "/detokenize", json={"model": "tiny", "tokens": told["tokens"]}).json() == {"prompt": "aé"}
     special = {"tokens": [256, 97], "skip_special_tokens": True}
-    assert httpx.post(runtime.data + "/detokenize", json=special).json() == {"prompt": "a"}
-    assert httpx.post(runtime.data + "/detokenize", json={"tokens": [256, 97]}).json() == {"prompt": "<|bos|>a"}
+    assert HTTP.post(runtime.data + "/detokenize", json=special).json() == {"prompt": "a"}
+    assert HTTP.post(runtime.data + "/detokenize", json={"tokens": [256, 97]}).json() == {"prompt": "<|bos|>a"}

@@ -21,7 +21,7 @@ from fleet_runtime.engine.torch_executor import TorchExecutor
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.files import resolve_model
 from fleet_testing.oracle import MARGIN, oracle_logits, teacher_forced
-from fleet_testing.tiny_llama import Row, make_batch
+from fleet_testing.tiny_llama import Row, make_batch, make_step
 from fleet_text.prompt import PromptEncoder
 
 pytestmark = pytest.mark.model
@@ -111,7 +111,7 @@ def greedy(executor: Executor, prompts: list[list[int]], *, chunk: int, tokens: 
     while any(len(t) < len(p) + tokens for t, p in zip(texts, prompts, strict=True)):
         live = [i for i, t in enumerate(texts) if len(t) < len(prompts[i]) + tokens]
         ends = {i: min(len(texts[i]), done[i] + chunk) for i in live}
-        out = executor.step(make_batch([Row(texts[i], tables[i], done[i], ends[i], sample=ends[i] == len(texts[i])) for i in live]))
+        out = executor.step(*make_step([Row(texts[i], tables[i], done[i], ends[i], sample=ends[i] == len(texts[i])) for i in live]))
         for n, i in enumerate(live):
             if ends[i] == len(texts[i]):
                 texts[i].append(int(out.tokens[n]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fleet_runtime.errors import StartError
+from fleet_runtime.models.families import spec_of
 from fleet_runtime.models.files import resolve_model
-from fleet_runtime.models.gguf_folder import GgufError, bf16_bytes, convert_gguf
+from fleet_runtime.models.gguf_folder import GgufError, convert_gguf
+from fleet_testing.executors import random_ids, torch_executor
 from fleet_testing.tiny_gguf import SHAPE, TOKENS, write_gguf
-from fleet_testing.tiny_llama import make_llama
+from fleet_testing.tiny_llama import Row, make_batch, make_llama
+from fleet_testing.tiny_models import make_model
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -59,12 +64,14 @@ def test_the_tokenizer_splits_digits_and_puts_no_space_in_front(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"arch": "gpt2"}, "architecture 'gpt2'; only 'llama'"),
-        ({"pre": "llama-bpe"}, "pre-tokenizer 'llama-bpe'"),
-        ({"extra": "rope_freqs.weight"}, "the tensor rope_freqs.weight has no place in a Llama model"),
+        ({"arch": "gpt2"}, "architecture 'gpt2'; can be converted: llama, qwen2, qwen3"),
+        ({"pre": "chameleon"}, "pre-tokenizer 'chameleon'; can be converted: 'gpt2' with 'smollm', 'gpt-2', 'llama-bpe', 'qwen2'"),
+        ({"extra": "rope_freqs.weight"}, "rope_freqs.weight is not that of Llama 3.x"),
+        ({"heads": 0}, "num_attention_heads is 0, must be a whole number above 0"),
+        ({"extra": "blk.0.ffn_gate_inp.weight"}, "the tensor blk.0.ffn_gate_inp.weight has no place in such a model"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(tmp_path: Path, change: dict[str, str], text: str) -> None:
+def test_what_cannot_be_converted_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     write_gguf(tmp_path / "m.gguf", make_llama(tmp_path / "hf", vocab_size=len(TOKENS), **SHAPE), **change)
     (tmp_path / "out").mkdir()
     with pytest.raises(GgufError, match=text):
@@ -77,6 +84,83 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         convert_gguf(tmp_path / "m.gguf", tmp_path)
 
 
-@given(hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(-(2.0**120), 2.0**120, width=32)))
-def test_rounding_to_bfloat16_is_torchs(values: np.ndarray[Any, Any]) -> None:
-    assert bf16_bytes(values) == torch.from_numpy(values).bfloat16().view(torch.uint8).numpy().tobytes()
+@pytest.mark.parametrize(
+    ("arch", "architecture", "pre", "more"),
+    [
+        ("qwen2", "Qwen2ForCausalLM", "qwen2", {}),
+        ("qwen3", "Qwen3ForCausalLM", "qwen2", {"head_dim": 32}),
+        ("llama", "LlamaForCausalLM", "llama-bpe", {}),
+    ],
+)
+def test_other_architectures_have_the_logits_of_what_was_written(
+    tmp_path: Path, arch: str, architecture: str, pre: str, more: dict[str, Any]
+) -> None:
+    how: dict[str, Any] = {"vocab_size": len(TOKENS), "tie_word_embeddings": False, **SHAPE, **more}
+    model = make_model(tmp_path / "hf", architecture, **{**how, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}})
+    with torch.no_grad():
+        for weight in model.parameters():  # as the file will hold them
+            if weight.ndim == 2:
+                weight.copy_(torch.from_numpy(dequantize(quantize(weight.numpy(), GGMLQuantizationType.Q4_1), GGMLQuantizationType.Q4_1)).bfloat16())
+            else:
+                weight.copy_(weight.bfloat16())
+    write_gguf(tmp_path / "m.gguf", model, arch=arch, pre=pre)
+    found = resolve_model(f"file://{tmp_path}/m.gguf", models_dir=tmp_path / "cache")
+    assert found.folder is not None
+    ids = [i % len(TOKENS) for i in random_ids(30)]
+    got = torch_executor(found.folder).logits(make_batch([Row(ids, [0, 1])]))[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0, -1].numpy()
+    assert np.corrcoef(got, expected)[0, 1] > 0.999  # Q4_1 rounds its scales once more
+
+
+def test_factors_of_llama_3_become_its_rope_scaling(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = make_llama(tmp_path / "hf", vocab_size=len(TOKENS), **SHAPE)
+    base = {**json.loads((tmp_path / "hf/config.json").read_text()), "rope_parameters": None, "rope_theta": 5000.0}
+    plain, scaled = (spec_of(tmp_path, {**base, "rope_scaling": s}).ropes[0].inv_freq for s in (None, scaling))
+    write_gguf(tmp_path / "m.gguf", model, rope_factors=plain / scaled)
+    (tmp_path / "out").mkdir()
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_scaling"] == scaling
+
+
+def test_a_begin_of_text_is_put_in_front_where_the_file_says_so(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_llama(tmp_path / "hf", vocab_size=len(TOKENS), **SHAPE), pre="llama-bpe", add_bos=True)
+    (tmp_path / "out").mkdir()
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    assert tokenizer.encode("he").ids == [1, *tokenizer.encode("he", add_special_tokens=False).ids]
+
+
+def test_a_gguf_file_is_converted_once_into_the_cache_and_keeps_its_revision(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "small.gguf", make_llama(tmp_path / "hf", vocab_size=len(TOKENS), **SHAPE))
+    first = resolve_model(str(tmp_path / "small.gguf"), models_dir=tmp_path / "cache")
+    assert first.base_name == "small" and first.folder is not None and first.folder.parent == tmp_path / "cache/gguf"
+    made = (first.folder / "model.safetensors").stat().st_mtime_ns
+    (tmp_path / "small.gguf").rename(tmp_path / "other.gguf")
+    again = resolve_model(f"file://{tmp_path}/other.gguf", models_dir=tmp_path / "cache")
+    assert again.revision == first.revision and again.base_name == "other"  # the same content under another name
+    assert resolve_model(str(tmp_path / "other.gguf"), models_dir=tmp_path / "cache") == again
+    assert (first.folder / "model.safetensors").stat().st_mtime_ns == made
+    assert not list((tmp_path / "cache/gguf").glob(".*tmp-*"))
+
+
+def test_a_gguf_that_cannot_be_converted_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"<html>" * 100)
+    with pytest.raises(StartError, match=r"bad.gguf is not a GGUF file") as e:
+        resolve_model(str(tmp_path / "bad.gguf"), models_dir=tmp_path / "cache")
+    assert e.value.reason == "ModelInvalid" and not [p for p in (tmp_path / "cache/gguf").iterdir() if p.is_dir()]
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"must be converted once.*gguf_cache .* --to DIR"):
+        resolve_model(str(tmp_path / "bad.gguf"), models_dir=tmp_path / "file")
+
+
+def test_conversion_imports_no_torch(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_llama(tmp_path / "hf", vocab_size=len(TOKENS), **SHAPE))
+    code = (
+        "import sys; from fleet_runtime.models.gguf_cache import main; main(sys.argv[1:]);"
+        "print(sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
+    )
+    args = [sys.executable, "-c", code, str(tmp_path / "m.gguf"), "--to", str(tmp_path / "cache")]
+    lines = subprocess.run(args, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert Path(lines[0]).is_dir() and lines[1] == "[]"

@@ -15,6 +15,7 @@ import zmq
 from fleet_contract.worker import LoadReport, decode_start_failure, load_topic
 from fleet_runtime import messages as m
 from fleet_runtime.heartbeat import PHASE_DRAINING, PHASE_READY, PHASE_STARTING
+from fleet_runtime.server.health import look, not_live
 from fleet_testing.scheduler_harness import (
     DETOKENIZER_INCARNATION,
     HTTP_INCARNATION,
@@ -161,3 +162,78 @@ def test_loading_shows_on_the_board_and_sigterm_ends_it(tmp_path: Path) -> None:
         assert worker.process.wait(10) == 0
     finally:
         worker.stop()
+
+
+def test_the_heart_beats_while_a_long_step_is_computed(start: Start) -> None:
+    worker = start(simulated_step_base_ms=2500)
+    row = worker.board.row(m.SCHEDULER)
+    worker.admit(rid_of(1), [1] * 20, 3)
+    wait_for(lambda: row.pending == 1, "the request is there")
+    steps, beats = row.steps, set[int]()
+
+    def beaten() -> bool:
+        beats.add(row._get("beat_ns"))
+        return len(beats) > 5
+
+    wait_for(beaten, "the beats go on")
+    assert row.steps == steps, "all of them within one step"
+
+
+def test_a_step_that_never_ends_stops_the_heart(start: Start) -> None:
+    worker = start(simulated_step_base_ms=60_000, stall_timeout=1)
+    worker.admit(rid_of(1), [1] * 20, 3)
+    row = worker.board.row(m.SCHEDULER)
+    wait_for(lambda: row.silent_s() > 1, "the beats stop")
+    assert not_live(look(worker.board), 1) is not None
+
+
+@pytest.mark.case("C85")
+def test_an_abort_is_answered_while_a_long_step_is_computed_and_its_pages_come_free_with_it(start: Start) -> None:
+    """C85. Seen red with a loop that waits for its step: the abort was read when the step was over."""
+    worker = start(simulated_step_base_ms=2500)
+    answer = worker.admit(rid_of(1), [1] * 20, 50)
+    wait_for(lambda: worker.counters()["pages_request"] > 0, "the step is out")
+    steps = worker.counters()["steps_total"]
+    worker.send(m.Abort(rid=rid_of(1)))
+    worker.wait_end(answer)
+    assert answer.failed.code == "aborted" and worker.counters()["steps_total"] == steps
+    worker.wait_idle()
+    assert worker.counters()["steps_total"] <= steps + 2
+
+
+@pytest.mark.case("C88")
+def test_probes_of_a_stopped_scheduler_leave_nothing_behind(start: Start) -> None:
+    """C88: probes look at the heartbeat board and send nothing. Seen red with an `Admit` for each of them in the
+    place of the look at the board."""
+    worker = start()
+    worker.signal(signal.SIGSTOP)
+    try:
+        for _ in range(200):
+            not_live(look(worker.board), 1)
+    finally:
+        worker.signal(signal.SIGCONT)
+    answer = worker.admit(rid_of(1), [1] * 20, 3)
+    assert worker.wait_end(answer) == "length"
+    worker.wait_idle()
+    assert worker.counters()["finished_requests_total"] == 1 and worker.counters()["waiting_requests"] == 0
+
+
+def test_answers_of_a_batch_on_the_engine_thread_are_those_of_each_alone(start: Start) -> None:
+    worker = start(simulated_step_base_ms=0.2, max_step_tokens=48)
+    prompts = [[n] * (10 + 9 * n) for n in range(8)]
+    answers = [worker.admit(rid_of(n), ids, 20) for n, ids in enumerate(prompts)]
+    for answer in answers:
+        worker.wait_end(answer)
+    assert [a.ids for a in answers] == [VirtualScheduler().answer(ids, 20) for ids in prompts]
+    worker.wait_idle()
+
+
+def test_a_bad_grammar_and_control_calls_are_answered_by_the_process(start: Start) -> None:
+    worker = start()
+    bad = worker.admit(rid_of(1), [1] * 20, 5, grammar=m.Grammar("regex", "(a"))
+    worker.wait_end(bad)
+    assert (bad.failed.status, bad.failed.code) == (400, "invalid_grammar")
+    worker.send(m.Control(id="1", op="internals"))
+    worker.send(m.Control(id="2", op="flush_cache"))
+    wait_for(lambda: worker.pump() or {"1", "2"} <= worker.inbox.replies.keys(), "both are answered")
+    assert worker.inbox.replies["1"].status == worker.inbox.replies["2"].status == 200

@@ -78,6 +78,7 @@ class FakeScheduler:
         self.push: dict[str, zmq.Socket[bytes]] = {}
         self.peers: dict[str, str] = {m.SUPERVISOR: ""}
         self.rows: dict[tuple[str, int], Row] = {}
+        self.early: list[m.Admit] = []
         self.log = Path(os.environ.get("FAKE_SCHEDULER_LOG", "/dev/null"))
 
     def send(self, peer: str, message: m.Message) -> None:
@@ -119,10 +120,16 @@ class FakeScheduler:
         self.note(message)
         if isinstance(message, m.Peers):
             self.peers.update({m.HTTP: message.http, m.DETOKENIZER: message.detokenizer})
+            early, self.early = self.early, []
+            for admit in early:
+                if admit.sender == message.http:
+                    self.admit(admit)
         elif isinstance(message, m.PeerDied):
             self.rows.clear()
         elif isinstance(message, m.Admit) and message.sender == self.peers.get(m.HTTP):
             self.admit(message)
+        elif isinstance(message, m.Admit) and m.HTTP not in self.peers:
+            self.early.append(message)  # channels are not ordered among each other: its `Peers` is still to come
         elif isinstance(message, m.Abort):
             for rid, index in [k for k in self.rows if k[0] == message.rid]:
                 self.fail(rid, index, 499, "aborted", message.reason)

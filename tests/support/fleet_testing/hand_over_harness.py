@@ -8,20 +8,24 @@ from collections.abc import Callable
 from fleet_contract.handoff import Hello
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.worker import Profile
+from fleet_runtime.engine.base import Executor
 from fleet_runtime.engine.simulated import SimulatedExecutor
 from fleet_runtime.scheduler.request import State
 from fleet_runtime.transfer.link import Settings
 from fleet_runtime.transfer.tcp import TcpTransfer
-from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of
+from fleet_testing.fake_engine import FakeEngine
+from fleet_testing.scheduler_harness import Answer, VirtualScheduler, byte_compiler, flags_of
 
 TICK_S = 0.1
 
 
 class RealClockScheduler(VirtualScheduler):
-    """One worker with a real transfer; its steps take no time."""
+    """One worker with a real transfer; its steps take no time. fake: over the fake engine, with grammars."""
 
-    def __init__(self, flags: RuntimeLaunch, *, incarnation: str, pages: int, model_revision: str = "r", **settings: object) -> None:
-        executor = SimulatedExecutor(num_pages=pages, profile=Profile(), sleep=lambda s: None)
+    def __init__(
+        self, flags: RuntimeLaunch, *, incarnation: str, pages: int, model_revision: str = "r", fake: bool = False, **settings: object
+    ) -> None:
+        executor: Executor = FakeEngine(pages) if fake else SimulatedExecutor(num_pages=pages, profile=Profile(), sleep=lambda s: None)  # type: ignore[assignment]
         layout = executor.layout
         hello = Hello(
             incarnation=incarnation,
@@ -38,7 +42,8 @@ class RealClockScheduler(VirtualScheduler):
         self.transfer = TcpTransfer(hello, executor, given, listen=flags.role != "decode")
         self.transfer.start()
         self.incarnation = incarnation
-        super().__init__(flags, executor=executor, transfer=self.transfer, clock=time.monotonic)  # type: ignore[arg-type]
+        more = {"compile": byte_compiler(), "spawn": lambda job: job()} if fake else {}
+        super().__init__(flags, executor=executor, transfer=self.transfer, clock=time.monotonic, **more)  # type: ignore[arg-type]
 
     @property
     def bootstrap(self) -> str:

@@ -21,8 +21,11 @@ from fleet_runtime.config import Identity, RuntimeConfig, mint_incarnation
 from fleet_runtime.engine.base import Executor
 from fleet_runtime.engine.simulated import PAGE_BYTES, SimulatedExecutor
 from fleet_runtime.heartbeat import Board
+from fleet_runtime.models.simulated_tokenizer import EOS_ID, simulated_tokenizer_files
+from fleet_runtime.scheduler.grammar import LlguidanceCompiler
 from fleet_runtime.scheduler.loop import Scheduler
 from fleet_runtime.transfer.base import KvTransfer
+from fleet_testing.fake_engine import VOCAB, FakeEngine
 
 HTTP_INCARNATION = "aaaaaaaaaaaaaaaa"
 DETOKENIZER_INCARNATION = "bbbbbbbbbbbbbbbb"
@@ -59,10 +62,13 @@ class Answer:
     opened: m.OpenText | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
-    ends: list[str | m.Failed | m.HandedOver] = field(default_factory=list)  # terminal messages: must be one
+    logprobs: list[m.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[m.TokenLogprob] | None = None
+    stop_id: int = -1
+    ends: list[str | m.Failed | m.HandedOver | m.Embedded] = field(default_factory=list)  # terminal messages: must be one
 
     @property
-    def end(self) -> str | m.Failed | m.HandedOver | None:
+    def end(self) -> str | m.Failed | m.HandedOver | m.Embedded | None:
         assert len(self.ends) <= 1, f"more than one terminal message: {self.ends}"
         return self.ends[0] if self.ends else None
 
@@ -77,6 +83,7 @@ class Inbox:
     """Plays the detokenizer: keeps the answers of all choices; implements the book's Outbox."""
 
     answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
+    replies: dict[str, m.ControlReply] = field(default_factory=dict)
 
     def of(self, rid: str, index: int = 0) -> Answer:
         return self.answers.setdefault((rid, index), Answer())
@@ -88,6 +95,11 @@ class Inbox:
             assert (item.open is not None) == (answer.opened is None), "opened once, with the first token"
             answer.opened = item.open or answer.opened
             answer.ids += item.ids
+            answer.logprobs += item.logprobs
+            if item.prompt_logprobs is not None:
+                assert answer.prompt_logprobs is None, "sent once"
+                answer.prompt_logprobs = item.prompt_logprobs
+            answer.stop_id = item.stop_id
             answer.completion_tokens, answer.cached_tokens = item.completion_tokens, item.cached_tokens
             if item.finish is not None:
                 answer.ends.append(item.finish)
@@ -98,6 +110,13 @@ class Inbox:
     def handed_over(self, message: m.HandedOver) -> None:
         self.of(message.rid, message.index).ends.append(message)
 
+    def embedded(self, message: m.Embedded) -> None:
+        self.of(message.rid, message.index).ends.append(message)
+
+    def control_reply(self, message: m.ControlReply) -> None:
+        assert message.id not in self.replies, "answered twice"
+        self.replies[message.id] = message
+
     def take(self, message: m.Message) -> None:
         match message:
             case m.SampledBatch():
@@ -106,6 +125,10 @@ class Inbox:
                 self.failed(message)
             case m.HandedOver():
                 self.handed_over(message)
+            case m.Embedded():
+                self.embedded(message)
+            case m.ControlReply():
+                self.control_reply(message)
 
 
 def flags_of(pages: int = 64, **fields: object) -> RuntimeLaunch:
@@ -143,6 +166,7 @@ class VirtualScheduler:
         transfer: KvTransfer | None = None,
         clock: Clock | None = None,
         pages: int = 0,
+        **more: object,
     ) -> None:
         self.flags = flags or flags_of()
         self.clock = clock or Clock()
@@ -150,7 +174,7 @@ class VirtualScheduler:
         profile = Profile(prefill_tokens_per_s=20_000, step_base_s=0.002, step_per_row_s=0.0001)
         pages = pages or self.flags.kv_cache_memory // PAGE_BYTES
         self.executor = executor or SimulatedExecutor(num_pages=pages, profile=profile, sleep=self.clock.advance)
-        self.scheduler = Scheduler(self.flags, self.executor, self.inbox, clock=self.clock, transfer=transfer)
+        self.scheduler = Scheduler(self.flags, self.executor, self.inbox, clock=self.clock, transfer=transfer, **more)  # type: ignore[arg-type]
 
     @property
     def book(self):  # type: ignore[no-untyped-def]
@@ -173,6 +197,37 @@ class VirtualScheduler:
         self.run()
         assert answer.end in ("stop", "length"), answer
         return answer.ids
+
+
+def byte_compiler() -> LlguidanceCompiler:
+    """Compiles grammars over the byte tokenizer."""
+    return LlguidanceCompiler(lambda: (simulated_tokenizer_files()["tokenizer.json"].decode(), [EOS_ID]), VOCAB)
+
+
+class FakeWorker(VirtualScheduler):
+    """The loop over the fake engine, whose right answers are known. Grammars compile at once."""
+
+    def __init__(self, pages: int = 64, **fields: object) -> None:
+        clock = Clock()
+        flags = flags_of(pages, **fields)
+        self.engine = FakeEngine(pages, slots=flags.max_rows, tick=clock.advance)
+        super().__init__(flags, executor=self.engine, clock=clock, compile=byte_compiler(), spawn=lambda job: job())  # type: ignore[arg-type]
+
+    def control(self, op: str, **args: object) -> m.ControlReply | None:
+        """A control call; its answer, if it has one by now."""
+        self._calls = getattr(self, "_calls", 0) + 1
+        self.scheduler.handle(m.Control(id=str(self._calls), op=op, args=args))  # type: ignore[arg-type]
+        return self.inbox.replies.get(str(self._calls))
+
+    def assert_idle(self) -> None:
+        """Nothing is held, and everything adds up."""
+        book = self.book
+        book.check_integrity()
+        assert not book.requests and not book.by_rid and not book.limbo and not book.grammars.waiting
+        assert not self.scheduler.outstanding and book.rows.used == 0 and book.memory.promised == 0
+        counters = self.scheduler.counters()
+        assert counters["pages_request"] == counters["running_requests"] == counters["waiting_requests"] == 0
+        assert book.memory.tree.protected == 0
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
@@ -257,7 +312,7 @@ class SchedulerProcess:
             self.inbox.take(m.decode(self._detokenizer.recv()))
             wait = 0
 
-    def wait_end(self, answer: Answer, timeout_s: float = 10.0) -> str | m.Failed | m.HandedOver:
+    def wait_end(self, answer: Answer, timeout_s: float = 10.0) -> str | m.Failed | m.HandedOver | m.Embedded:
         """Waits for a choice's terminal message."""
         end = time.monotonic() + timeout_s
         while answer.end is None:

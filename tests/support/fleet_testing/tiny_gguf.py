@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from fleet_runtime.models.simulated_tokenizer import simulated_tokenizer_files
 
@@ -20,7 +20,8 @@ MERGES = ["h e", "Ġ a", "l l", "he ll", "Ġ Ġ", "Ġ 1", "1 2"]
 TOKENS = [*SPECIALS, *BYTES, *[m.replace(" ", "") for m in MERGES]]
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
@@ -34,16 +35,30 @@ def interleave(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
     return out.reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, *, arch: str = "llama", pre: str = "smollm", extra: str = "") -> None:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    arch: str = "llama",
+    pre: str = "smollm",
+    extra: str = "",
+    rope_factors: Any = None,
+    add_bos: bool = False,
+    heads: int | None = None,
+) -> None:
     config, w = model.config, GGUFWriter(path, arch)
     w.add_block_count(config.num_hidden_layers)
     w.add_context_length(512)
     w.add_embedding_length(config.hidden_size)
     w.add_feed_forward_length(config.intermediate_size)
-    w.add_head_count(config.num_attention_heads)
+    w.add_head_count(config.num_attention_heads if heads is None else heads)
     w.add_head_count_kv(config.num_key_value_heads)
     w.add_rope_freq_base(5000.0)
     w.add_layer_norm_rms_eps(1e-5)
+    if getattr(config, "head_dim", None):
+        w.add_key_length(config.head_dim)
+        w.add_value_length(config.head_dim)
+    w.add_add_bos_token(add_bos)
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre(pre)
     w.add_token_list(TOKENS)
@@ -56,17 +71,20 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, arch: str = "llama", pre:
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
         if name.startswith("model.layers."):
-            _, _, layer, *rest = name.removesuffix(".weight").split(".")
+            stem, _, kind = name.rpartition(".")
+            _, _, layer, *rest = stem.split(".")
             short = NAMES[".".join(rest)]
-            if short in ("attn_q", "attn_k"):
+            if arch == "llama" and short in ("attn_q", "attn_k"):
                 values = interleave(values, config.num_attention_heads if short == "attn_q" else config.num_key_value_heads)
-            gguf_name = f"blk.{layer}.{short}.weight"
+            gguf_name = f"blk.{layer}.{short}.{kind}"
         else:
             gguf_name = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}[name] + ".weight"
         if gguf_name == "output.weight" and config.tie_word_embeddings:
             continue
-        kind = GGMLQuantizationType.Q4_1 if values.ndim == 2 else GGMLQuantizationType.F32
-        w.add_tensor(gguf_name, quantize(values, kind), raw_dtype=kind)
+        type_ = GGMLQuantizationType.Q4_1 if values.ndim == 2 else GGMLQuantizationType.F32
+        w.add_tensor(gguf_name, quantize(values, type_), raw_dtype=type_)
+    if rope_factors is not None:
+        w.add_tensor("rope_freqs.weight", np.asarray(rope_factors, np.float32))
     if extra:
         w.add_tensor(extra, np.zeros(32, np.float32))
     w.write_header_to_file()
