@@ -78,7 +78,8 @@ _NAMES: Final = (
     "model messages prompt input tools tool_choice stream stream_options n best_of max_tokens max_completion_tokens min_tokens temperature top_p"
     " top_k min_p stop stop_token_ids logit_bias logprobs top_logprobs prompt_logprobs echo suffix seed user response_format structured_outputs"
     " guided_json guided_regex guided_grammar guided_choice presence_penalty frequency_penalty repetition_penalty ignore_eos cache_salt priority"
-    " system stop_sequences thinking metadata options format think raw template images keep_alive skip_special_tokens include_stop_str_in_output continue_final_message add_generation_prompt chat_template_kwargs bootstrap_room rid nosuch"
+    " system stop_sequences thinking metadata options format think raw template images keep_alive"
+    " skip_special_tokens include_stop_str_in_output continue_final_message add_generation_prompt chat_template_kwargs bootstrap_room rid nosuch"
 ).split()
 
 
