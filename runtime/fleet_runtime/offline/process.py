@@ -126,6 +126,8 @@ class EngineProcess:
         """How it ended, in words; None while it runs."""
         if self._closed:
             return "the engine is closed"
+        if os.getpid() != self._owner:  # a fork of the owner may ask, but it is not its child there
+            return None
         assert self._process is not None
         code = self._process.poll()
         if code is None:

@@ -149,8 +149,8 @@ def _check_budget(thinking: Thinking, max_tokens: int) -> None:
 def _chat(options: CountRequest) -> dict[str, Any]:
     """Model, messages, tools and template variables of a chat body."""
     messages = _Messages()
-    if options.system is not None:
-        messages.add("system", _text(options.system, "system"))
+    if options.system is not None and (system := _text(options.system, "system")):
+        messages.add("system", system)
     for i, message in enumerate(options.messages):
         messages.read(message, f"messages[{i}]")
     last = messages.out[-1]

@@ -60,8 +60,8 @@ class _Request(BaseModel):
 
 class _Generating(_Request):
     stream: StrictBool = True
-    format: Literal["", "json"] | JsonObject | None = None
-    think: StrictBool | StrictStr | None = None
+    format: Any = None
+    think: Any = None
     logprobs: StrictBool = False
     top_logprobs: Logprobs = 0
     truncate: Literal[False] | None = None  # a prompt that is too long is refused, never cut
@@ -90,7 +90,7 @@ class OllamaGenerate(_Generating):
 class OllamaEmbed(_Request):
     """Body of `POST /api/embed`."""
 
-    input: StrictStr | list[StrictStr]
+    input: Any = None  # needed; checked by `embedding_inputs`
     truncate: StrictBool = True
     dimensions: None = None
 
@@ -141,6 +141,9 @@ def chat_body(request: OllamaChat, name: str, context: int) -> dict[str, Any]:
     for i, message in enumerate(request.messages):
         messages.read(message, f"messages[{i}]")
     out["messages"] = messages.out
+    last = messages.out[-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        out["continue_final_message"] = True  # as Ollama does with such a last message
     if request.tools:
         out["tools"] = request.tools
         tool_request(out)
@@ -166,8 +169,8 @@ def raw_body(request: OllamaGenerate, name: str, context: int) -> dict[str, Any]
 
 def _of_chat(request: _Generating) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    if isinstance(request.think, str):
-        raise ApiError(400, f"think is {shown(request.think)}; this model knows no levels of thinking: true or false is allowed", param="think")
+    if request.think is not None and not isinstance(request.think, bool):
+        _refuse("think", request.think, "this model knows no levels of thinking: true or false is allowed")
     if request.think is not None:
         out["chat_template_kwargs"] = {"enable_thinking": request.think}
     if request.logprobs:
@@ -180,6 +183,8 @@ def _body(request: _Generating, name: str, context: int) -> dict[str, Any]:
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs is only allowed with logprobs: true", param="top_logprobs")
     out: dict[str, Any] = {"model": name, "stream": request.stream, **_options(request.options, context)}
+    if request.format not in (None, "", "json") and not isinstance(request.format, dict):
+        _refuse("format", request.format, "json, or a JSON schema as an object, is allowed")
     if request.format == "json":
         out["response_format"] = {"type": "json_object"}
     elif isinstance(request.format, dict):
@@ -306,8 +311,8 @@ class _Messages:
 def embedding_inputs(request: OllamaEmbed) -> list[str]:
     """The texts to embed. Raises ApiError 400."""
     texts = [request.input] if isinstance(request.input, str) else request.input
-    if not texts:
-        _refuse("input", [], "at least one text is needed")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        _refuse("input", texts, "a text, or a list of at least one text, is needed")
     if len(texts) > MAX_EMBEDDING_INPUTS:
         raise ApiError(400, f"input has {len(texts)} inputs; at most {MAX_EMBEDDING_INPUTS} are allowed in one request", param="input")
     return texts

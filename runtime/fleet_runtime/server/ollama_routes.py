@@ -69,8 +69,8 @@ def _add_generating(app: FastAPI, intake: Intake) -> None:
         return await intake.open(http, build)
 
 
-def _check_thinking(state: HttpState, think: bool | str | None) -> None:
-    if think and state.ready_text().format.reasoning == NONE:
+def _check_thinking(state: HttpState, think: Any) -> None:
+    if think is True and state.ready_text().format.reasoning == NONE:
         raise ApiError(400, "think is set, but this model does not reason; leave it out", param="think")
 
 

@@ -271,3 +271,14 @@ def test_routed_requests_bring_their_ids_and_headers(scripted: Runtime) -> None:
     answer = httpx.post(scripted.internal + "/v1/messages", content=body + b"".join(i.to_bytes(4, "little") for i in ids), headers=headers)
     assert answer.json()["content"] == [{"type": "text", "text": "routed"}] and answer.json()["id"] == "msg_" + "ab" * 16
     assert (scripted.sent("Admit")[-1]["ids"], scripted.sent("Admit")[-1]["pick"]) == (ids, 3)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+def test_a_prefill_leg_answers_as_in_any_dialect(scripted: Runtime, path: str) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": ask("x")["messages"]} | ({"max_tokens": 5} if path == "/v1/messages" else {})
+    rid = {"/v1/messages": "cd", "/api/chat": "ef"}[path] * 16
+    headers = {"X-Radixfleet-Rid": rid, "X-Radixfleet-Leg": "prefill", "X-Radixfleet-Room": "7"}
+    answer = httpx.post(scripted.internal + path, json=body, headers=headers)
+    sent = scripted.sent("Admit")[-1]
+    assert answer.json() == {"rid": rid, "cached_tokens": 16, "prompt_tokens": len(sent["ids"])}
+    assert (sent["leg"], sent["room"]) == ("prefill", 7)

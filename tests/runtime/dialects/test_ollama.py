@@ -141,6 +141,11 @@ def test_a_tool_answers_the_call_of_its_name(llama: ollama.Client, scripted: Run
     assert '{"name": "get", "arguments": {"city": "Rome"}}' in prompt and "tool\ndone\n\ntool\n21" in prompt.replace("\n\n\n", "\n\n")
 
 
+def test_a_last_message_of_the_assistant_is_continued(scripted: Runtime) -> None:
+    answer = post(scripted, messages=[*user("say:on"), {"role": "assistant", "content": "It goes "}], stream=False)
+    assert answer.json()["message"]["content"] == "on" and text_of(scripted.sent("Admit")[-1]["ids"]).endswith("It goes ")
+
+
 def test_a_request_without_a_prompt_finds_the_model_loaded(llama: ollama.Client, scripted: Runtime) -> None:
     assert (llama.generate(model="tiny").done_reason, llama.chat(model="tiny", messages=[]).done_reason) == ("load", "load")
     assert scripted.metrics()["radixfleet_runtime_http_open_requests"] == 0
@@ -180,7 +185,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"think": "high"}, 'think is "high"; this model knows no levels'),
     ("chat", {"top_logprobs": 2}, "top_logprobs is only allowed with logprobs: true"),
     ("chat", {"truncate": True}, "truncate is true"),
-    ("chat", {"format": "xml"}, "format"),
+    ("chat", {"think": 1}, "think is 1"),
+    ("chat", {"format": "xml"}, 'format is "xml"; json, or a JSON schema'),
+    ("embed", {"input": [1], "messages": None}, "input is a list; a text"),
+    ("embed", {"messages": None}, "input is missing"),
     (
         "chat",
         {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
@@ -196,7 +204,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"suffix": "x"}, "suffix is not supported"),
     ("generate", {"images": ["aGk="]}, "images is not supported"),
     ("generate", {"raw": True, "system": "x"}, "raw: true sends the prompt as it is"),
-    ("embed", {"input": [], "messages": None}, "input is a list; at least one text is needed"),
+    ("embed", {"input": [], "messages": None}, "input is a list; a text, or a list of at least one text, is needed"),
     ("embed", {"input": "x", "dimensions": 3, "messages": None}, "dimensions is 3"),
 ]
 
