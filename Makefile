@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases fuzz soak help setup setup-python up down status test check up-kill bench-runtime format clean
+.PHONY: cases fuzz soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay bench-choice bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -36,8 +36,21 @@ cases: setup ## one line for each fault from the field: which have a passing tes
 soak: setup ## the long test: 10,000 mixed requests with aborts, errors and retractions; then nothing may be left
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.soak
 
+scheduler-run: setup ## the long test: 100,000 random steps of the scheduler over an engine whose right answers are known
+	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.scheduler_run --plain --steps 100000
+	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.scheduler_run --steps 50000
+
+scheduler-profile: setup ## where the microseconds of a scheduler step go, at 32 rows
+	@.venv/bin/python -m fleet_runtime.scheduler.profile
+
 up-kill: setup ## the long test: SIGKILL `up` after every step and run it again (root)
 	@.venv/bin/pytest -q -ra e2e/cluster/test_killed_anywhere.py --kill-everywhere
+
+replay: setup-python ## the routing rule against seven others in a simulated fleet; TRACES=DIR: with the Mooncake traces, and all gates
+	@$(PYTHON) -m fleet_router.replay $(if $(TRACES),--traces $(TRACES))
+
+bench-choice: setup-python ## what a routing decision costs; fails when one is over its bound
+	@$(PYTHON) -m fleet_router.decide.bench
 
 bench-runtime: setup ## our runtime beside vLLM and llama.cpp in one run, about an hour on a quiet machine; ARGS='--help' for less
 	@.venv/bin/python -m fleet_bench.peers $(ARGS)

@@ -1,4 +1,4 @@
-"""`radixfleet`: serve a model or ask it something without a cluster, run a local cluster, measure an endpoint."""
+"""`radixfleet`: serve a model or ask it something without a cluster, run a local cluster, measure an endpoint, replay a log of requests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ USAGE = """usage: radixfleet COMMAND [arguments]
   serve MODEL   router and workers as plain processes on this machine: no Kubernetes, no root
   generate      one answer of a model, without a server
   local ...     a real one-node Kubernetes cluster on this machine: up, down, status, logs, kubectl, helm
+  replay ...    what would this routing rule and this many workers do with a log of requests?
   bench ...     load on any OpenAI endpoint, and the profile of a worker's step: serve, step
   version       print the version
 
@@ -27,6 +28,15 @@ def _local(argv: Sequence[str]) -> int:
         print(f"radixfleet local needs {e.name}: pip install 'radixfleet[local]'", file=sys.stderr)
         return 2
     return local_main(list(argv))
+
+
+def _replay(argv: Sequence[str]) -> int:
+    """Becomes `python -m fleet_router.replay`."""
+    if find_spec("numpy") is None:  # the optional extra `router`
+        print("radixfleet replay needs numpy: pip install 'radixfleet[router]'", file=sys.stderr)
+        return 2
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "fleet_router.replay", *argv])
 
 
 def _bench(argv: Sequence[str]) -> int:
@@ -49,6 +59,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": generate.main,
     "local": _local,
     "bench": _bench,
+    "replay": _replay,
     "version": _version,
     "--version": _version,
 }

@@ -13,6 +13,7 @@ import msgspec
 
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import chain_hashes
+from fleet_router.decide.index import STRIDE
 from fleet_text.chat import CHAT_FIELDS, PromptError, chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -47,7 +48,7 @@ class Prompt:
 
     tokens: int
     ids: list[int] | None = None
-    keys: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
 
 
@@ -116,7 +117,7 @@ def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | 
         return None  # malformed in a way that the runtime says best
     if not ids:
         return None
-    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)), n)
+    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)[STRIDE - 1 :: STRIDE]), n)
 
 
 def _scalar(fields: dict[str, msgspec.Raw], name: str) -> Any:

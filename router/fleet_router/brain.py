@@ -1,6 +1,8 @@
-"""Owns table, index, load and choice. The edge asks it for a lease, discovery and registry feed it; it does no HTTP of its own.
+"""Owns the table and the deciding half. The edge asks it for a lease, discovery and registry feed it; it does no HTTP of its own.
 
-One event loop. A choice counts its request before anything is awaited, and a lease gives the count back exactly once.
+One event loop. A choice counts its request before anything is awaited, and a lease gives the count back exactly once. Requests that
+find every worker busy wait in the queues of `decide.fleet`; whatever frees work makes the brain look at them again, at most once per
+turn of the loop, and a timer does while any waits.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, Final
 
 import msgspec
 
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, LoadReport
-from fleet_router import choice, errors
-from fleet_router.choice import Ask, Candidate, Speed, Terms
-from fleet_router.load import Pick
+from fleet_router import errors, revisions
+from fleet_router.decide.fleet import Decision, Fleet
+from fleet_router.decide.index import PrefixIndex
+from fleet_router.decide.load import Speed
+from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
+from fleet_router.decide.rule import Ask, Member, Pool
+from fleet_router.lease import Choice, Lease, Leg, Want
 from fleet_router.metrics import Counters, Snapshot
 from fleet_router.observed import Observed, ServiceFacts
-from fleet_router.prefix_index import PrefixIndex
 from fleet_router.registry import Endpoint, worker_state
 from fleet_router.settings import Settings
 from fleet_router.table import Service, ServiceKey, Table, Worker, fleet_report, service_of_record, static_services
@@ -33,99 +37,11 @@ log = logging.getLogger(__name__)
 KEPT_DECISIONS: Final = 64
 FAULT_PENALTY_S: Final = 1.0
 MAX_FAULTS: Final = 5
+MAX_QUEUED_BYTES: Final = 1 << 30  # bodies of requests that wait
+LOOK_EVERY_S: Final = 0.1  # while requests wait
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One choice with all its terms, for /debug/route."""
-
-    service: str
-    revision: str
-    prompt_tokens: int
-    answer_tokens: int
-    chosen: tuple[int, ...]
-    terms: tuple[tuple[str, str, Terms], ...]  # worker, role, terms
-    request_id: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """What /debug/route shows."""
-        return {
-            "service": self.service,
-            "revision": self.revision,
-            "promptTokens": self.prompt_tokens,
-            "answerTokens": self.answer_tokens,
-            "requestId": self.request_id,
-            "workers": [
-                {
-                    "worker": name, "role": role, "chosen": t.slot in self.chosen, "hitTokens": t.hit_tokens, "costSeconds": t.total,
-                    "wait": t.wait, "work": t.work, "decode": t.decode, "room": t.room, "penalty": t.penalty,
-                }
-                for name, role, t in self.terms
-            ],
-        }  # fmt: skip
-
-
-@dataclass(slots=True, eq=False)
-class Leg:
-    """One worker's part of a lease."""
-
-    worker: Worker
-    pick: Pick
-    released: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """The workers chosen for one attempt, counted until `release`. Use as a context manager."""
-
-    brain: Brain
-    serving: Leg  # gives the client's answer
-    prefill: Leg | None
-    predicted_tokens: int
-    prompt_tokens: int
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-    def legs(self) -> list[Leg]:
-        return [self.serving] if self.prefill is None else [self.prefill, self.serving]
-
-    def release(self) -> None:
-        """Gives all counts back; again is nothing."""
-        for leg in self.legs():
-            self.release_leg(leg)
-
-    def release_leg(self, leg: Leg) -> None:
-        """One worker has nothing more to do for this request."""
-        if not leg.released:
-            leg.released = True
-            self.brain.give_back(leg)
-
-    def first_token(self) -> None:
-        """The prompt is computed: it is no waiting work any more."""
-        for leg in self.legs():
-            leg.pick.started = True
-
-    def cached(self, tokens: int) -> None:
-        """What the worker really had cached."""
-        leg = self.prefill or self.serving
-        self.brain.learn(leg.worker, self.predicted_tokens, tokens, self.prompt_tokens)
-
-
-@dataclass(slots=True)
-class Want:
-    """What a request needs of a choice."""
-
-    service: ServiceKey
-    ask: Ask
-    revision: str
-    keys: tuple[int, ...] = ()
-    exclude: Collection[Worker] = field(default_factory=tuple)
-    request_id: str = ""
-    any_role: bool = False  # no generation: every ready worker can answer
+Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 
 
 class Brain:
@@ -135,23 +51,31 @@ class Brain:
         self.settings = settings
         self.counters = counters
         self.table = Table()
-        self.index = PrefixIndex()
+        self._draw = draw or random.Random(secrets.randbits(64)).randrange
+        rules = QueueRules(max_requests=settings.max_queue, max_requests_per_tenant=settings.max_queue, max_bytes=MAX_QUEUED_BYTES)
+        self.deciding = Fleet(self._draw, rules)
         self.pick_id = f"{settings.router_id}.{secrets.token_hex(4)}"  # of this process life: numbers start again at 0
         self.poke: Callable[[str], None] = lambda key: None
         self.all_asked: Callable[[], bool] = lambda: False
-        self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
         self._synced = False
         self._clock = clock
-        self._draw = draw or random.Random(secrets.randbits(64)).randrange
         self._workers: list[Worker] = []
         self._by_endpoint: dict[str, Worker] = {}
         self._endpoints: dict[str, Endpoint] = {}
-        self._slots: set[int] = set()
+        self._by_slot: dict[int, Worker] = {}
         self._observed: Observed | None = None
         self._traffic: dict[ServiceKey, list[tuple[str, int]]] = {}
         self._wakers: set[asyncio.Future[None]] = set()
+        self._looking = False  # a look at the queues is due in this turn of the loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def index(self) -> PrefixIndex:
+        """Which worker holds which prefix."""
+        return self.deciding.index
 
     # -- facts in
 
@@ -174,8 +98,7 @@ class Brain:
             if worker is None:
                 worker = self._new_worker(endpoint)
             worker.record = record
-            draining = worker.book.report is not None and worker.book.report.draining
-            worker.state = worker_state(endpoint, draining=draining)
+            worker.state = worker_state(endpoint, draining=worker.says_draining)
             worker.drain_deadline = endpoint.pod.drain_deadline if endpoint.pod is not None else None
         self._rebuild()
 
@@ -188,10 +111,11 @@ class Brain:
             if record.incarnation != report.incarnation:
                 self.poke(key)
                 return
-            was_draining = worker.book.report is not None and worker.book.report.draining
-            worker.book.take_report(report, self.pick_id, self._clock())
+            was_draining = worker.says_draining
+            worker.load.take_report(report, self.pick_id, self._clock())
             if report.draining != was_draining:
                 self.take_endpoint(self._endpoints[key])
+            self._look_soon()
             return
 
     @property
@@ -213,44 +137,77 @@ class Brain:
         """A revision with ready workers, by the operator's weights."""
         units = service.ready_units()
         if exclude:
-            units = {rev: n for rev, n in units.items() if self._pools(service, rev, exclude) is not None}
-        return choice.choose_revision(service.facts.traffic, units, self._draw)
+            units = {rev: n for rev, n in units.items() if self._pool_of(service, rev, exclude).is_usable}
+        return revisions.choose_revision(service.facts.traffic, units, self._draw)
 
     def pick(self, want: Want) -> Lease | None:
-        """Chooses and counts. None when no worker is ready."""
-        service = self.table.services.get(want.service)
-        decision = self._decide(service, want) if service is not None else None
-        if service is None or decision is None:
+        """Chooses and counts at once, however busy the workers are. None when no worker is ready."""
+        decision = self._decide(want)
+        return self._lease(want, decision) if decision is not None else None
+
+    async def acquire(self, want: Want, timeout_s: float) -> Lease | None:
+        """Chooses and counts: at once when the best worker is not busy, else when it is the request's turn. None when no worker is ready.
+
+        Raises ApiError when too many wait, or its time is over. Cancelled: it does not wait any more.
+        """
+        if want.any_role:
+            return self.pick(want)
+        key = self._key(want)
+        if self.deciding.pool(key) is None:
             return None
-        by_slot = {w.slot: w for w in service.workers if not w.removed}
-        self.decisions.append(decision)
-        hits = {t.slot: t.hit_tokens for _, _, t in decision.terms}
-        legs: list[Leg] = []
-        for slot in decision.chosen:
-            worker = by_slot[slot]
-            does_prompt = worker.record.role != names.ROLE_DECODE
-            pend = max(0, want.ask.prompt_tokens - hits[slot]) if does_prompt and not want.any_role else 0
-            pick = worker.book.pick(pend, want.ask.prompt_tokens + (want.ask.answer_tokens if worker.record.role != names.ROLE_PREFILL else 0))
-            worker.inflight += 1
-            legs.append(Leg(worker, pick))
-            self.index.insert(slot, want.keys)
-            self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
-        return Lease(self, legs[-1], legs[0] if len(legs) == 2 else None, hits[legs[0].worker.slot], want.ask.prompt_tokens)
+        now = self._clock()
+        future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
+        exclude = frozenset(w.slot for w in want.exclude if not w.removed)
+        request = Waiting(
+            want.ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future),
+        )  # fmt: skip
+        try:
+            decision = self.deciding.offer(key, request, now)
+        except QueueFull as e:
+            raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
+        if decision is not None:
+            return self._lease(want, decision)
+        self._look_soon()
+        self._set_timer()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None and (lease := future.result()) is not None:
+                lease.release()
+            raise
+        finally:
+            if request.queued:
+                self.deciding.queues[key].withdraw(request)
 
-    def explain(self, want: Want) -> Decision | None:
-        """The decision that `pick` would make now, without making it."""
-        service = self.table.services.get(want.service)
-        return self._decide(service, want) if service is not None else None
+    def explain(self, want: Want) -> Choice | None:
+        """The decision that would be made now, without making it."""
+        decision = self._decide(want)
+        return Choice(self._label(want), want.revision, want.request_id, decision) if decision is not None else None
 
-    def give_back(self, leg: Leg) -> None:
+    def first_token(self, lease: Lease) -> None:
+        """The prompt of a lease is computed."""
+        self.deciding.first_token(lease.taken, self._clock())
+        if self.deciding.needs_ticks:
+            self._set_timer()
+        self._look_soon()
+
+    def give_back(self, lease: Lease, leg: Leg) -> None:
         """A leg is over."""
         worker = leg.worker
         worker.inflight -= 1
         assert worker.inflight >= 0, worker.name
-        worker.book.release(leg.pick)
+        worker.load.release(leg.pick)
+        if worker.breaker.state == "half-open":
+            worker.breaker.undecided()
+            self._set_pools()
         if worker.removed and not worker.inflight:
             self._workers.remove(worker)
             self._rebuild()
+        self._look_soon()
+
+    def forget(self, lease: Lease) -> None:
+        """All legs of a lease are over."""
+        self.deciding.release(lease.taken)
 
     def learn(self, worker: Worker, predicted: int, actual: int, prompt: int) -> None:
         """Compares the index with what a worker had cached."""
@@ -261,11 +218,27 @@ class Brain:
             self.index.feedback(worker.slot, predicted, actual)
 
     def blame(self, worker: Worker) -> None:
-        """A fault of the worker itself: others are preferred until it answers well again."""
+        """A fault of the worker itself: others are preferred until it answers well again; after some in a row it gets nothing for a while."""
         worker.faults = min(MAX_FAULTS, worker.faults + 1)
+        worker.load.set_penalty(worker.faults * FAULT_PENALTY_S)
+        was_open = worker.breaker.state == "open"
+        worker.breaker.fault(self._clock())
+        if worker.breaker.state == "open" and not was_open and not worker.removed:
+            pause_s = worker.breaker.pause_s
+            log.warning("worker fails again and again: it gets no requests for a while", extra={"worker": worker.name, "seconds": pause_s})
+            self.counters.add("breakers_opened_total")
+            self._set_pools()
+            asyncio.get_running_loop().call_later(pause_s + 0.001, self._set_pools)
 
     def praise(self, worker: Worker) -> None:
-        worker.faults = 0
+        """It answered well."""
+        if worker.faults:
+            worker.faults = 0
+            worker.load.set_penalty(0.0)
+        was = worker.breaker.state
+        worker.breaker.success(self._clock())
+        if worker.breaker.state != was:
+            self._set_pools()
 
     async def wait_change(self, service: Service, timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""
@@ -289,27 +262,28 @@ class Brain:
         """What the operator asks for."""
         key = (namespace, name)
         service = self.table.services.get(key)
-        queued: dict[str, int] = {}
+        queued = {revision: len(queue) for (service_key, revision, _), queue in self._queues() if service_key == key and len(queue)}
         if service is not None and (n := self.waiting.get(key, 0)):
             weights = service.facts.traffic
             target = max(weights, key=lambda t: t[1])[0] if weights else next((w.record.revision for w in service.workers), "")
-            queued[target] = n
+            queued[target] = queued.get(target, 0) + n
         pods = [p for p in self._observed.pods if (p.namespace, p.service) == key] if self._observed is not None else []
         return fleet_report(service, router_id=self.settings.router_id, synced=self.synced, queued=queued, pods=pods)
 
     def workers(self) -> list[dict[str, Any]]:
         """All workers, for /workers."""
-        now = self._clock()
+        self.deciding.tick(self._clock())
         out: list[dict[str, Any]] = []
         for w in self._workers:
-            load = w.book.load(now)
+            load = w.load.now()
             out.append(
                 {
                     "service": "/".join(w.service), "revision": w.record.revision, "role": w.record.role, "pod": w.pod, "podUid": w.record.pod_uid,
                     "rank": w.record.rank, "incarnation": w.record.incarnation, "address": f"{w.host}:{w.port}",
                     "state": "failed" if w.removed else w.state, "inflight": w.inflight, "drainDeadline": w.drain_deadline,
-                    "modelRevision": w.record.model_revision, "pend": load.pend, "run": load.run, "ctx": load.ctx, "kvUsed": load.kv_used,
-                    "kvCapacity": w.speed.kv_capacity_tokens, "indexedTokens": 0 if w.removed else self.index.held_tokens(w.slot),
+                    "modelRevision": w.record.model_revision, "pend": load.pend, "run": load.run, "ctx": load.ctx, "kvUsed": load.committed,
+                    "kvCapacity": w.speed.kv_capacity_tokens, "prefillTokensPerS": w.load.prefill_rate,
+                    "breaker": w.breaker.state, "indexedTokens": 0 if w.removed else self.index.held_tokens(w.slot),
                 }
             )  # fmt: skip
         return out
@@ -322,7 +296,7 @@ class Brain:
         gauges: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
             ("up", ()): 1,
             ("inflight", ()): sum(w.inflight for w in self._workers),
-            ("waiting", ()): sum(self.waiting.values()),
+            ("waiting", ()): sum(self.waiting.values()) + sum(len(queue) for _, queue in self._queues()),
             ("connections", ()): connections,
             ("index_keys", ()): len(self.index),
         }
@@ -331,57 +305,103 @@ class Brain:
 
     # -- inside
 
-    def _pools(self, service: Service, revision: str, exclude: Collection[Worker]) -> tuple[list[Worker], list[Worker], list[Worker]] | None:
-        """Ready unified, prefill and decode workers of a revision; None when they cannot serve."""
-        pools: dict[str, list[Worker]] = {r: [] for r in names.ROLES}
-        for w in service.workers:
-            if w.routable and w.record.revision == revision and w not in exclude and w.record.role in pools:
-                pools[w.record.role].append(w)
-        unified, prefill, decode = (pools[r] for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE))
-        return (unified, prefill, decode) if unified or (prefill and decode) else None
+    def _key(self, want: Want) -> Key:
+        return (want.service, want.revision, want.any_role)
 
-    def _decide(self, service: Service | None, want: Want) -> Decision | None:
-        pools = self._pools(service, want.revision, want.exclude) if service is not None else None
-        if service is None or pools is None:
-            return None
+    def _label(self, want: Want) -> str:
+        service = self.table.services.get(want.service)
+        return service.label if service is not None else want.service[1]
+
+    def _queues(self) -> list[tuple[Key, CacheQueue]]:
+        return list(self.deciding.queues.items())  # type: ignore[arg-type]
+
+    def _pool_of(self, service: Service, revision: str, exclude: Collection[Worker] = (), *, any_role: bool = False) -> Pool:
+        """Ready workers of a revision by role."""
         now = self._clock()
-        hits = self.index.lookup(want.keys) if want.keys else {}
+        ready = [w for w in service.workers if w.routable and w.record.revision == revision and w not in exclude and w.record.role in names.ROLES]
+        trusted = _pool([w for w in ready if w.breaker.allows(now)], any_role=any_role)
+        return trusted if trusted.is_usable else _pool(ready, any_role=any_role)  # better a worker that failed than none
 
-        def candidate(w: Worker) -> Candidate:
-            return Candidate(w.slot, w.speed, w.book.load(now), hits.get(w.slot, 0), w.faults * FAULT_PENALTY_S)
+    def _decide(self, want: Want) -> Decision | None:
+        service = self.table.services.get(want.service)
+        if service is None:
+            return None
+        if want.exclude or want.any_role:
+            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, any_role=want.any_role)
+        else:
+            pool = self.deciding.pool(self._key(want))
+        if pool is None or not pool.is_usable:
+            return None
+        ask = Ask(1, 1) if want.any_role else want.ask
+        return self.deciding.decide(pool, ask, want.keys, self._clock())
 
-        unified, prefill, decode = pools
-        u = [choice.unified_terms(candidate(w), want.ask) for w in (unified if not want.any_role else [*unified, *prefill, *decode])]
-        p = [choice.prefill_terms(candidate(w), want.ask) for w in prefill] if not want.any_role else []
-        d = [choice.decode_terms(candidate(w), want.ask) for w in decode] if p else []
-        best = choice.choose(u, self._draw) if u else None
-        chosen: tuple[int, ...] = (best.slot,) if best is not None else ()
-        if p and d:
-            pair = (choice.choose(p, self._draw), choice.choose(d, self._draw))
-            if best is None or pair[0].total + pair[1].total < best.total:
-                chosen = (pair[0].slot, pair[1].slot)
-        by_slot = {w.slot: w for w in service.workers if not w.removed}
-        terms = tuple((by_slot[t.slot].name, by_slot[t.slot].record.role, t) for t in (*u, *p, *d))
-        return Decision(service.label, want.revision, want.ask.prompt_tokens, want.ask.answer_tokens, chosen, terms, want.request_id)
+    def _lease(self, want: Want, decision: Decision) -> Lease:
+        """Counts a decision."""
+        self.decisions.append(Choice(self._label(want), want.revision, want.request_id, decision))
+        taken = self.deciding.take(decision, want.keys, self._clock(), silent=want.silent, key=self._key(want))
+        legs: list[Leg] = []
+        for load, pick in taken.picks:
+            worker = self._by_slot[load.slot]
+            worker.inflight += 1
+            if worker.breaker.state == "half-open":
+                worker.breaker.picked()
+                self._set_pools()
+            legs.append(Leg(worker, pick))
+            self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
+        return Lease(self, taken, legs[-1], legs[0] if len(legs) == 2 else None, decision.waited_s)
+
+    def _look_soon(self) -> None:
+        """Something may have freed a worker: the queues are looked at once in this turn of the loop."""
+        if not self._looking and any(len(queue) for queue in self.deciding.queues.values()):
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Gives out what may go now."""
+        self._looking = False
+        now = self._clock()
+        for key, queue in self._queues():
+            while len(queue) and (found := self.deciding.pump(key, now)) is not None:
+                request, decision = found
+                want, future = request.tag
+                if not future.done():
+                    future.set_result(self._lease(want, decision))
+        for request, wait_s in self.deciding.too_late(now):
+            want, future = request.tag
+            if not future.done():
+                future.set_exception(errors.all_busy(self._label(want), now - request.arrived, wait_s))
+
+    def _set_timer(self) -> None:
+        """While requests wait or the index is swept, time alone changes something."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.deciding.tick(self._clock())
+        self._look()
+        if self.deciding.needs_ticks:
+            self._set_timer()
 
     def _new_worker(self, endpoint: Endpoint) -> Worker:
         record, pod = endpoint.record, endpoint.pod
         assert record is not None
-        slot = next(n for n in range(len(self._slots) + 1) if n not in self._slots)
-        self._slots.add(slot)
+        slot = next(n for n in range(len(self._by_slot) + 1) if n not in self._by_slot)
         key = (pod.namespace, pod.service) if pod is not None else service_of_record(record)
-        worker = Worker(slot, endpoint.host, record, key, pod.name if pod is not None else "", Speed.of(record.profile, record.kv_capacity_tokens))
+        load = self.deciding.add_worker(slot, Speed.of(record.profile, record.kv_capacity_tokens), by_history=True)
+        worker = Worker(slot, endpoint.host, record, key, pod.name if pod is not None else "", load)
         self._workers.append(worker)
+        self._by_slot[slot] = worker
         self._by_endpoint[endpoint.key] = worker
-        self.index.add_slot(slot, record.kv_capacity_tokens)
         return worker
 
     def _remove(self, key: str, worker: Worker) -> None:
         """The incarnation is over; what is in flight on it stays counted."""
         del self._by_endpoint[key]
         worker.removed = True
-        self.index.remove_slot(worker.slot)
-        self._slots.discard(worker.slot)
+        self.deciding.remove_worker(worker.slot)
+        self._set_timer()
+        del self._by_slot[worker.slot]
         if not worker.inflight:
             self._workers.remove(worker)
 
@@ -397,9 +417,36 @@ class Brain:
                 facts.append(f if f.traffic else msgspec.structs.replace(f, traffic=self._traffic.get(f.key, [])))
             self._traffic = {key: t for key, t in self._traffic.items() if any(f.key == key for f in facts)}
         self.table.rebuild(facts, self._workers)
+        self._set_pools()
         self._wake()
+
+    def _set_pools(self) -> None:
+        """The deciding half sees the ready workers; requests that wait for a revision without any choose again."""
+        pools: dict[Hashable, Pool] = {}
+        for key, service in self.table.services.items():
+            for revision in service.ready_units():
+                pool = self._pool_of(service, revision)
+                if pool.is_usable:
+                    pools[(key, revision, False)] = pool
+        self.deciding.set_pools(pools)
+        for queue_key, queue in self._queues():
+            if queue_key not in pools:
+                for request in list(queue.waiting()):
+                    queue.withdraw(request)
+                    if not request.tag[1].done():
+                        request.tag[1].set_result(None)
+        self._look_soon()
 
     def _wake(self) -> None:
         for waker in self._wakers:
             if not waker.done():
                 waker.set_result(None)
+
+
+def _pool(workers: Collection[Worker], *, any_role: bool) -> Pool:
+    """By role; `any_role`: all of them can answer alone."""
+    parts: dict[str, list[Member]] = {r: [] for r in names.ROLES}
+    for w in workers:
+        member = Member(w.slot, w.name, w.record.role, w.host, tuple(w.record.transfer_backends))
+        parts[names.ROLE_UNIFIED if any_role else w.record.role].append(member)
+    return Pool(*(tuple(parts[r]) for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE)))

@@ -48,6 +48,24 @@ def queue_full(service: str, limit: int) -> ApiError:
     )
 
 
+def busy_queue_full(service: str, limit: int, *, of_tenant: bool) -> ApiError:
+    """429: the client's own share of the queue is full; 503: the whole queue is."""
+    if of_tenant:
+        text = f"{limit} of your requests to service {service} wait already; send the next when some are answered"
+        return ApiError(429, text, type=errors.RATE_LIMIT, code="too_many_waiting", retry_after_s=2)
+    text = f"all workers of service {service} are busy and {limit} requests wait already (--max-queue); try again, or add workers"
+    return ApiError(503, text, type=errors.OVERLOADED, code="queue_full", retry_after_s=2)
+
+
+def all_busy(service: str, waited_s: float, wait_s: float) -> ApiError:
+    """Its turn did not come in time."""
+    text = (
+        f"all workers of service {service} were busy for {waited_s:.0f} s (--busy-timeout); "
+        f"what waits now needs about {wait_s:.0f} s: try again then, or add workers"
+    )
+    return ApiError(503, text, type=errors.OVERLOADED, code="all_busy", retry_after_s=max(1, min(600, round(wait_s))))
+
+
 def worker_unreachable(worker: str, why: str) -> ApiError:
     return ApiError(502, f"worker {worker} could not be reached: {why}", type=errors.SERVER, code="worker_unreachable")
 

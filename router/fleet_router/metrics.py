@@ -1,7 +1,8 @@
 """Counters of the brain and their Prometheus text.
 
 Families (all start with `radixfleet_router_`): `requests_total{path,status}` answers by path and status class; `picks_total{role}`;
-`retries_total{reason}`; `aborts_total`; `client_gone_total`; `limits_total{limit}` connections ended by a limit of ours;
+`retries_total{reason}`; `retries_refused_total`; `breakers_opened_total`; `aborts_total`; `client_gone_total`;
+`limits_total{limit}` connections ended by a limit of ours;
 `prompt_tokens_total`, `predicted_cached_tokens_total`, `cached_tokens_total` for prompts whose worker told what it had cached;
 `first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `workers{state}`, `index_keys`, `up`.
 Labels come from closed sets: no model, no client text.
@@ -20,6 +21,8 @@ _HELP: Final = {
     "requests_total": "Answers of the data port by path and status class.",
     "picks_total": "Choices of a worker by its role.",
     "retries_total": "Attempts after a failed one, before the client's first byte.",
+    "retries_refused_total": "Attempts that were not made: a tenth of the requests may be tried again.",
+    "breakers_opened_total": "Times that a worker got no requests for a while, after faults in a row.",
     "aborts_total": "Abort calls to workers.",
     "client_gone_total": "Clients that left before their answer was complete.",
     "limits_total": "Connections ended by a limit of the router.",

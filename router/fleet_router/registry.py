@@ -20,9 +20,9 @@ import zmq.asyncio
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import LoadReport, WorkerRecord
+from fleet_router.decide.load import REPORT_LIFE_S
 from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
 from fleet_router.http_client import Pool, fetch
-from fleet_router.load import REPORT_LIFE_S
 from fleet_router.observed import PodFacts
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,11 @@ from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, ApiError
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_contract.worker import AbortRequest, PrefillAnswer
-from fleet_router import brain, errors
+from fleet_router import errors
 from fleet_router.body import Parsed, Prompt
 from fleet_router.http_client import Handle, Pool, fetch, request_parts
 from fleet_router.http_server import Exchange
+from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
 from fleet_router.table import Worker
 
@@ -139,7 +140,7 @@ class Aborter:
 class _LegSink:
     """One leg's answer."""
 
-    def __init__(self, attempt: Attempt, leg: brain.Leg, serving: bool) -> None:
+    def __init__(self, attempt: Attempt, leg: Leg, serving: bool) -> None:
         self.attempt = attempt
         self.leg = leg
         self.serving = serving
@@ -196,7 +197,7 @@ class _LegSink:
 class Attempt:
     """See the module. `run` gives the outcome; by then every leg is ended and every count given back."""
 
-    def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: brain.Lease, timing: Timing) -> None:
+    def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: Lease, timing: Timing) -> None:
         self.streamed = False
         self._pool = pool
         self._aborter = aborter
@@ -212,6 +213,7 @@ class Attempt:
         self._mid_event = False
         self._tail: tuple[bytes, bytes] = (b"", b"")
         self._last_at = 0.0
+        self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
         self.rid = secrets.token_hex(16)
 
@@ -308,6 +310,7 @@ class Attempt:
         self._finish(Outcome(gone=True, streamed=self.streamed))
 
     def _pause(self) -> None:
+        self._was_paused = True
         if (handle := self._sinks[-1].handle) is not None:
             handle.pause()
 
@@ -354,7 +357,7 @@ class Attempt:
             parts = leg_request(self, sink.leg, parsed, prompt, rooms)
             sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
 
-    def routed_headers(self, leg: brain.Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
+    def routed_headers(self, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
         """What the router tells a worker beside the client's request."""
         prefill = self._lease.prefill
         return RoutedHeaders(
@@ -389,8 +392,11 @@ class Attempt:
         return last.endswith(b"[DONE]"), last.startswith(b'data: {"error"')
 
     def _learn_from_stream(self) -> None:
-        if self._lease.prefill is None and (cached := cached_tokens(self._tail[0][-4096:] + self._tail[1][-4096:])) is not None:
+        tail = self._tail[0][-4096:] + self._tail[1][-4096:]
+        if self._lease.prefill is None and (cached := cached_tokens(tail)) is not None:
             self._lease.cached(cached)
+        if self.first_byte_at is not None and not self._was_paused and (made := completion_tokens(tail)) is not None:
+            self._lease.answered(made, self._last_at - self.first_byte_at)
 
     def _finish(self, outcome: Outcome) -> None:
         """Exactly once: the outcome, the end of what still runs, the counts."""
@@ -410,7 +416,7 @@ class Attempt:
                 self._aborter.abort(sink.leg.worker, self.rid)
 
 
-def leg_request(attempt: Attempt, leg: brain.Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
+def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
     """The bytes for one leg: the client's JSON, with token ids behind it when we have them."""
     headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *attempt.routed_headers(leg, rooms)]
     body, content_type = parsed.body, "application/json"
@@ -421,12 +427,22 @@ def leg_request(attempt: Attempt, leg: brain.Leg, parsed: Parsed, prompt: Prompt
 
 
 _CACHED: Final = b'"cached_tokens":'
+_MADE: Final = b'"completion_tokens":'
 
 
 def cached_tokens(text: bytes) -> int | None:
     """The last `"cached_tokens": N` of an answer's end; None without one."""
-    at = text.rfind(_CACHED)
+    return _last_number(text, _CACHED)
+
+
+def completion_tokens(text: bytes) -> int | None:
+    """The last `"completion_tokens": N` of an answer's end; None without one."""
+    return _last_number(text, _MADE)
+
+
+def _last_number(text: bytes, name: bytes) -> int | None:
+    at = text.rfind(name)
     if at < 0:
         return None
-    digits = text[at + len(_CACHED) : at + len(_CACHED) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
+    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
     return int(digits) if digits.isdigit() else None

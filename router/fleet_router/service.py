@@ -21,11 +21,13 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
 from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
-from fleet_router.brain import Brain, Lease, Want
-from fleet_router.choice import Ask
+from fleet_router.brain import Brain
+from fleet_router.decide.retry import RetryBudget
+from fleet_router.decide.rule import Ask
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import Exchange, Request
+from fleet_router.lease import Lease, Want
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.settings import Settings
 from fleet_router.table import Service, Worker
@@ -61,6 +63,7 @@ class DataService:
         self.encoders = encoders
         self.pool = pool
         self.aborter = Aborter(pool, brain.counters)
+        self.retries = RetryBudget()
         self._suspect = suspect  # (worker, why): the registry asks it again
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
@@ -159,6 +162,7 @@ class DataService:
         loop = asyncio.get_running_loop()
         began = loop.time()
         prompts: dict[str, Prompt] = {}
+        self.retries.request(began)
         while True:
             lease, prompt = await self._lease(parsed, exchange, trail, prompts)
             with lease:
@@ -199,9 +203,9 @@ class DataService:
                     prompts[model_revision] = prompt
                 want = Want(
                     service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys, excluded,
-                    exchange.request.request_id, any_role=parsed.path == TOKENIZE,
+                    exchange.request.request_id, any_role=parsed.path == TOKENIZE, silent=not parsed.stream, size_bytes=len(parsed.body),
                 )  # fmt: skip
-                lease = self.brain.pick(want)
+                lease = await self.brain.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
                 if lease is not None:
                     return lease, prompt
             if service.facts.is_off:
@@ -254,10 +258,15 @@ class DataService:
         if service is None:
             return False
         excluded = (trail.excluded or set()) | {failure.worker}
-        if self.brain.choose_revision(service, excluded) is not None:
+        elsewhere = self.brain.choose_revision(service, excluded) is not None
+        if not elsewhere and not (failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable):  # the same workers, a new room
+            return False
+        if not self.retries.take(asyncio.get_running_loop().time()):
+            self.brain.counters.add("retries_refused_total")
+            return False
+        if elsewhere:
             trail.excluded = excluded
-            return True
-        return failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable  # the same workers, a new room
+        return True
 
     def _answer(self, outcome: Outcome, lease: Lease, exchange: Exchange) -> None:
         for leg in lease.legs():

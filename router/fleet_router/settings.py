@@ -41,6 +41,7 @@ class Settings(Struct, frozen=True):
     idle_timeout: float = 75.0
     write_timeout: float = 60.0
     queue_timeout: float = 4.0
+    busy_timeout: float = 60.0
     max_queue: int = 1024
     first_token_timeout: float = 120.0
     silence_timeout: float = 60.0
@@ -98,7 +99,8 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("idle_timeout", _seconds, "SECONDS", "for the next request of a connection"),
         ("write_timeout", _seconds, "SECONDS", "that a client may leave an answer unread"),
         ("queue_timeout", _queue_seconds, "SECONDS", "that a request waits for a ready worker; at most 30"),
-        ("max_queue", _count(0, 1_000_000), "N", "requests that wait so"),
+        ("busy_timeout", _seconds, "SECONDS", "that a request waits while all ready workers are busy"),
+        ("max_queue", _count(0, 1_000_000), "N", "requests that wait so, per service"),
         ("first_token_timeout", _seconds, "SECONDS", "until a worker's first token"),
         ("silence_timeout", _seconds, "SECONDS", "between two parts of a worker's stream"),
     ),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker, WorkerRecord
-from fleet_router.choice import Speed
-from fleet_router.load import LoadBook
+from fleet_router.decide.load import SlotLoad, Speed
+from fleet_router.decide.retry import Breaker
 from fleet_router.observed import PodFacts, ServiceFacts
 
 ServiceKey = tuple[str, str]  # namespace, name
@@ -27,13 +27,13 @@ class Worker:
     record: WorkerRecord
     service: ServiceKey
     pod: str
-    speed: Speed
+    load: SlotLoad
     state: str = "starting"
     drain_deadline: str | None = None
     removed: bool = False
     inflight: int = 0
     faults: int = 0
-    book: LoadBook = field(default_factory=LoadBook)
+    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def identity(self) -> tuple[str, int, str]:
@@ -43,6 +43,19 @@ class Worker:
     def name(self) -> str:
         """For logs and errors."""
         return self.pod or f"{self.host}:{self.record.ports.internal}"
+
+    @property
+    def speed(self) -> Speed:
+        return self.load.speed
+
+    @property
+    def says_draining(self) -> bool:
+        """By its own load report."""
+        return self.load.report is not None and self.load.report.draining
+
+    def learn_step(self, seconds: float, tokens: int) -> None:
+        """An answer of so many tokens after its first took so long."""
+        self.load.learn_step(seconds, tokens)
 
     @property
     def port(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,10 @@ def test_usage(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixt
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     assert "'sevre' is not a command" in capsys.readouterr().err
+
+
+def test_replay_is_the_router_s_program(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"time": 0, "input_length": 700, "output_length": 3}\n')
+    done = subprocess.run([sys.executable, "-m", "fleet_cli", "replay", str(log), "--workers", "2"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and "1 requests, 2 workers" in done.stdout

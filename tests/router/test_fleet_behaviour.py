@@ -250,8 +250,13 @@ async def test_prompts_of_every_form_reach_the_worker(make_worker: MakeWorker, m
 async def test_each_choice_of_a_batch_has_a_room_of_its_own(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
     fleet = await make_fleet(prefill, decode)
-    for body, rooms in (({"prompt": ["a", "b", "c"], "n": 2}, 6), ({"prompt": "a", "n": 2}, 2), ({"prompt": "a"}, 1)):
-        await fleet.post("/v1/completions", {"model": "tiny", **body})
+    for n, (body, rooms) in enumerate((({"prompt": ["a", "b", "c"], "n": 2}, 6), ({"prompt": "a", "n": 2}, 2), ({"prompt": "a"}, 1)), 1):
+        both_have_it = asyncio.Event()  # a decode that answers at once would end the other leg before it arrives
+        decode.scripts.append(Script(wait=both_have_it))
+        task = asyncio.create_task(fleet.post("/v1/completions", {"model": "tiny", **body}))
+        await until(lambda n=n: len(prefill.legs) == len(decode.legs) == n, "both have it")  # type: ignore[misc]
+        both_have_it.set()
+        await task
         assert len(set(decode.legs[-1].routed.rooms)) == rooms
         assert decode.legs[-1].routed.rooms == prefill.legs[-1].routed.rooms
 

@@ -283,9 +283,13 @@ async def test_a_stale_incarnation_is_read_again_and_the_request_served(make_wor
     fleet = await make_fleet(prefill, decode)
     old = prefill.record.incarnation
     prefill.restart()
-    decode.scripts.append(Script(status=409, body=error_body("stale_worker")))
+    prefill_was_asked = asyncio.Event()  # a decode that answers first would end the other leg before it arrives
+    decode.scripts.append(Script(status=409, body=error_body("stale_worker"), wait=prefill_was_asked))
     prefill.scripts.append(Script(status=409, body=error_body("stale_worker")))
-    response = await fleet.chat(stream=True)
+    task = asyncio.create_task(fleet.chat(stream=True))
+    await until(lambda: bool(prefill.legs), "the prefill has it")
+    prefill_was_asked.set()
+    response = await task
     assert response.content == DEFAULT_STREAM
     assert decode.legs[-1].routed.prefill_incarnation == prefill.record.incarnation != old
     await fleet.idle()
@@ -378,7 +382,7 @@ async def test_counts_are_zero_after_clients_and_workers_failed_in_every_way(mak
         await asyncio.gather(*(one(n) for n in range(start, start + 20)))
     await fleet.idle()
     for worker in fleet.brain._workers:
-        assert worker.book.picks == {}
+        assert worker.load.picks == {}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class StepInput:
     page_tables: [R, P] int32, page numbers of each row in order; entries beyond ceil(context_len / page_size) are undefined.
     sample: [R] bool, rows whose next token is wanted (False: a chunk that is not the prompt's last).
     slots: [R] int32, the relay slot of each row, below `Executor.slots`; live requests never share one.
-    prompt_logprobs: [R] int32, -1: none; k: for each new token of the row but the row's last, logprob of the *next* token of the prompt and the
+    prompt_logprobs: [R] int32, -1: none; k: for each new token of the row that a next one follows (`next_ids`), logprob of that next token and the
         k most likely. None: no row wants them.
     next_ids: [T] int32, the token that follows each new token in the prompt; only read where prompt logprobs are wanted. -1: none follows.
     pool: [R] int8, POOL_*: hidden states that are wanted of a row. None: of no row.

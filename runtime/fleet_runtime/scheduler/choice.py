@@ -84,7 +84,7 @@ class Chooser:
             holders = [r for r in (*book.prefilling, *book.decoding) if r.kind is Kind.PLAIN]
             if given := victims(holders):
                 book.retract(given[0])
-                log.info("out of KV pages: request %s/%d is retracted after %d tokens", *given[0].key, given[0].completion_tokens)
+                log.debug("out of KV pages: request %s/%d is retracted after %d tokens", *given[0].key, given[0].completion_tokens)
             elif (len(book.requests) > 1 and book.running > 1) or book.limbo:  # legs hold the rest: it waits for them
                 book.retract(holders[0])
             else:
@@ -106,13 +106,12 @@ class Chooser:
         heads = [self._next_that_fits(queue, adder) for queue in queues]
         while any(heads) and not adder.full:
             i = min((i for i, head in enumerate(heads) if head is not None), key=lambda i: _age(heads[i]))
-            request = heads[i]
-            if request is None:
-                break
-            if not adder.takes(request.uncached_guess):
+            head = heads[i]
+            assert head is not None
+            if not adder.takes(head.uncached_guess):
                 heads[i] = self._next_that_fits(queues[i], adder)
-            elif book.try_lease(request):
-                self._enter(request, adder)
+            elif book.try_lease(head):
+                self._enter(head, adder)
                 heads[i] = self._next_that_fits(queues[i], adder)
             else:
                 heads[i] = None

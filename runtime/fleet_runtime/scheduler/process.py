@@ -38,6 +38,7 @@ from fleet_runtime.transfer.tcp import TcpTransfer
 from fleet_text.prompt import PromptEncoder
 
 log = logging.getLogger(__name__)
+_COUNTERS_EVERY_S: Final = 0.01
 _IDLE_WAIT_S: Final = 0.25
 _HOLDING_WAIT_S: Final = 0.05  # while requests wait: their deadlines are looked at
 
@@ -55,6 +56,7 @@ class SchedulerProcess:
         self._incarnation = incarnation
         self._board = board
         self._row = board.row(m.SCHEDULER)
+        self._next_counters = 0.0
         executor = self._load()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publisher = LoadPublisher(self._context, host=self._flags.internal_host, port=self._flags.load_port, pod_uid=config.identity.pod_uid)
@@ -172,7 +174,7 @@ class SchedulerProcess:
                 self._handle(message)
             self._runner.drain_wake()
             progress = self._scheduler.iterate()
-            self._publish()
+            self._publish(rested=not progress)
             wait_s = 0.0 if progress else (_HOLDING_WAIT_S if self._scheduler.book.requests or self._scheduler.outstanding else _IDLE_WAIT_S)
 
     def _handle(self, message: m.Message) -> None:
@@ -193,7 +195,7 @@ class SchedulerProcess:
             case _:
                 pass  # Peers: the mail has taken it in
 
-    def _publish(self) -> None:
+    def _publish(self, *, rested: bool) -> None:
         """KV events, heartbeat and load report, once per loop. A long step is no stall, but one that never ends is: then the beats stop."""
         self._events.publish()
         scheduler = self._scheduler
@@ -203,7 +205,10 @@ class SchedulerProcess:
         begun = scheduler.step_begun
         if not begun or time.monotonic() - begun < self._flags.stall_timeout / 2:
             self._row.beat()
-        self._board.set_counters(scheduler.counters())
+        now = time.monotonic()
+        if rested or now >= self._next_counters:  # before each wait, and not after each of many short steps
+            self._next_counters = now + _COUNTERS_EVERY_S
+            self._board.set_counters(scheduler.counters())
         if (report := self._reporter.due()) is not None:
             self._publisher.publish(report)
 

@@ -264,7 +264,7 @@ def test_decode_never_pauses_longer_than_the_bound_under_a_flood_of_prompts() ->
         assert worker.scheduler.counters()["prefilled_tokens_total"] > 3000
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_random_arrivals_and_aborts_end_once_each_and_return_every_page(seed: int) -> None:
     rng = random.Random(seed)
@@ -287,12 +287,12 @@ def test_random_arrivals_and_aborts_end_once_each_and_return_every_page(seed: in
     assert worker.book.memory.tree.protected == 0 and worker.book.memory.promised == 0
 
 
-def test_ten_thousand_steps_of_a_full_queue_starve_nobody() -> None:
+def test_three_thousand_steps_of_a_full_queue_starve_nobody() -> None:
     flags = flags_of(pages=64, debug_checks=False, max_rows=8, max_step_tokens=64)
     worker = VirtualScheduler(flags)
     rng, n, done = random.Random(1), 0, 0
     open_answers: list[Answer] = []
-    while worker.scheduler.counters()["steps_total"] < 10_000:
+    while worker.scheduler.counters()["steps_total"] < 3_000:
         while worker.book.waiting < 4:
             n += 1
             open_answers.append(worker.admit(rid_of(n), prompt(rng.randint(1, 80), seed=n % 50), rng.randint(1, 40)))
@@ -302,5 +302,5 @@ def test_ten_thousand_steps_of_a_full_queue_starve_nobody() -> None:
         assert len(open_answers) <= 12
     worker.run()
     worker.book.check_integrity()
-    assert done > 1000
+    assert done > 300
     assert all(r.state is not State.ENDED for r in worker.book.requests.values())

@@ -228,8 +228,10 @@ def test_answers_of_a_batch_on_the_engine_thread_are_those_of_each_alone(start: 
     worker.wait_idle()
 
 
-def test_a_bad_grammar_and_control_calls_are_answered_by_the_process(start: Start) -> None:
+def test_grammars_and_control_calls_are_answered_by_the_process(start: Start) -> None:
     worker = start()
+    good = worker.admit(rid_of(2), [1] * 20, 5, grammar=m.Grammar("choice", '["yes", "no"]'))
+    assert worker.wait_end(good) == "stop" and bytes(good.ids) in (b"yes", b"no")
     bad = worker.admit(rid_of(1), [1] * 20, 5, grammar=m.Grammar("regex", "(a"))
     worker.wait_end(bad)
     assert (bad.failed.status, bad.failed.code) == (400, "invalid_grammar")

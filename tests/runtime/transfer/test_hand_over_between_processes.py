@@ -74,6 +74,7 @@ def _held_pair(start: Start) -> tuple[SchedulerProcess, SchedulerProcess, Answer
     decode.start()
     first, second = ask(prefill, decode, 1, prompt(100))
     wait_for(lambda: decode.counters()["pages_request"] > 0, "decode has promised its pages")
+    wait_for(lambda: prefill.counters()["prefilled_tokens_total"] == 100, "prefill knows of them, and has computed its own")
     return prefill, decode, first, second
 
 

@@ -24,7 +24,6 @@ from fleet_runtime.engine.base import (
     StepInput,
     StepOutput,
     TopLogprobs,
-    relayed,
 )
 
 VOCAB = 260
@@ -70,7 +69,7 @@ class FakeEngine:
 
     def __init__(self, num_pages: int, *, slots: int = 64, tick: Callable[[float], None] = lambda s: None) -> None:
         self._pool = np.zeros((num_pages, PAGE_SIZE), dtype=np.int32)
-        self._relay = np.full(slots, NEVER_DRAWN, dtype=np.int32)
+        self._relay = [NEVER_DRAWN] * slots
         self._tick = tick
         self._layout = KvLayout(
             page_size=PAGE_SIZE, num_pages=num_pages, page_bytes=64, layers=1, kv_heads=1, head_dim=16, dtype="int32", layout="fake"
@@ -95,19 +94,19 @@ class FakeEngine:
     def forward(self, batch: StepInput) -> None:
         assert self._batch is None, "a forward without its sample"
         self.steps += 1
-        ids = relayed(batch.token_ids, self._relay) if batch.token_ids.min() < 0 else batch.token_ids
-        assert ids.min() >= 0, "a row reads a token that was never drawn"
-        starts, tables = batch.row_starts.tolist(), batch.page_tables
+        ids = [token if token >= 0 else self._relay[-1 - token] for token in batch.token_ids.tolist()]
+        assert min(ids) >= 0, "a row reads a token that was never drawn"
+        starts, tables, pool = batch.row_starts.tolist(), batch.page_tables, self._pool
         self._contexts = []
         for row, length in enumerate(batch.context_lens.tolist()):
             begin, end = starts[row], starts[row + 1]
             pages, first = tables[row], length - (end - begin)
             if end - begin == 1:
-                self._pool[pages[first // PAGE_SIZE], first % PAGE_SIZE] = ids[begin]
+                pool[pages[first // PAGE_SIZE], first % PAGE_SIZE] = ids[begin]
             else:
                 at = np.arange(first, length)
-                self._pool[pages[at // PAGE_SIZE], at % PAGE_SIZE] = ids[begin:end]
-            self._contexts.append(self._pool[pages[: -(-length // PAGE_SIZE)]].reshape(-1)[:length])
+                pool[pages[at // PAGE_SIZE], at % PAGE_SIZE] = ids[begin:end]
+            self._contexts.append(pool[pages[: -(-length // PAGE_SIZE)]].reshape(-1)[:length])
         self._batch, self._ids = batch, ids
         self._tick(0.001)
 
@@ -118,14 +117,12 @@ class FakeEngine:
         tokens = np.zeros(len(batch.sample), dtype=np.int32)
         out = StepOutput(tokens, np.zeros(len(tokens), dtype=np.bool_) if self.failing is None else self.failing(batch))
         plain = sampling.bias_ids is None and sampling.count_ids is None and sampling.masks is None and sampling.logprobs is None
-        drawing = np.flatnonzero(batch.sample).tolist()
-        assert len(drawing) == len(sampling.temperature)
+        drawing = [row for row, draws in enumerate(batch.sample.tolist()) if draws]
+        temperature, slots = sampling.temperature.tolist(), batch.slots.tolist()
+        assert len(drawing) == len(temperature)
         for s, row in enumerate(drawing):
-            if plain and sampling.temperature[s] == 0:
-                tokens[row] = next_token(self._contexts[row])
-            else:
-                tokens[row] = self._draw(row, s, sampling, out)
-        self._relay[batch.slots[drawing]] = tokens[drawing]
+            token = next_token(self._contexts[row]) if plain and temperature[s] == 0 else self._draw(row, s, sampling, out)
+            tokens[row] = self._relay[slots[row]] = token
         self._prompt_logprobs(batch, out)
         self._pooled(batch, out)
         return out

@@ -1,0 +1,220 @@
+"""The deciding half as one object: index, load, rule and queues of all pools. The brain asks it; so does the replay simulator.
+
+No clock, no I/O, no tasks: every method takes `now` (seconds, never falls) and returns what to do. A request is either decided at
+once or waits; after anything that frees work the caller calls `pump`, which gives the requests that may go now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from fleet_router.decide import rule
+from fleet_router.decide.index import Expectation, PrefixIndex
+from fleet_router.decide.load import CAPACITY, COMMITTED, ROWS, WAIT, LoadTable, Pick, SlotLoad, Speed
+from fleet_router.decide.queue import BATCH, BATCH_SHARE_OF_THETA, CacheQueue, QueueRules, Waiting
+from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, Hits, Pool, Terms
+
+SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """A choice with what it was made of."""
+
+    pool: Pool
+    ask: Ask
+    chosen: Chosen
+    terms: tuple[Terms, ...]
+    hits: Hits
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Taken:
+    """A counted choice: one pick per worker. `fleet.release` gives it back."""
+
+    decision: Decision
+    keys: Sequence[int]
+    picks: list[tuple[SlotLoad, Pick]]  # prefill first
+    expectations: list[Expectation] = field(default_factory=list)
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens of the prompt that the worker which computes it should have."""
+        return int(self.decision.hits.gpu[self.decision.chosen.first])
+
+
+class Fleet:
+    """See the module."""
+
+    def __init__(self, draw: Draw, rules: QueueRules | None = None, *, block_tokens: int | None = None) -> None:
+        self.index = PrefixIndex() if block_tokens is None else PrefixIndex(block_tokens)
+        self.load = LoadTable()
+        self.rules = rules or QueueRules()
+        self.queues: dict[Hashable, CacheQueue] = {}
+        self._pools: dict[Hashable, Pool] = {}
+        self._draw = draw
+
+    # -- workers
+
+    def add_worker(self, slot: int, speed: Speed, *, by_history: bool, learn: bool = True, engine_blocks: int = 0) -> SlotLoad:
+        """A worker that is empty and idle as far as we know."""
+        self.index.add_slot(slot, speed.kv_capacity_tokens, by_history=by_history, engine_blocks=engine_blocks)
+        return self.load.add(slot, speed, learn=learn)
+
+    def remove_worker(self, slot: int) -> None:
+        """It is gone, or another incarnation has its place. Its picks may still be released."""
+        self.index.remove_slot(slot)
+        self.load.remove(slot)
+
+    def set_pools(self, pools: Mapping[Hashable, Pool]) -> None:
+        """The ready workers by pool; queues of pools that are gone keep their requests until they are withdrawn."""
+        self._pools = dict(pools)
+        for key, queue in list(self.queues.items()):
+            if key not in pools and not len(queue):
+                del self.queues[key]
+            else:
+                queue.set_pool(pools.get(key, Pool()))
+
+    def pool(self, key: Hashable) -> Pool | None:
+        """None when the pool has no ready workers."""
+        return self._pools.get(key)
+
+    # -- choices
+
+    def look_up(self, keys: Sequence[int]) -> Hits:
+        """Hits of a prompt in all slots."""
+        return Hits(*self.index.hits(keys, self.load.matrix.shape[1]))
+
+    def decide(self, pool: Pool, ask: Ask, keys: Sequence[int], now: float, open_slots: Bools | None = None) -> Decision | None:
+        """The choice that would be made now; changes nothing. None when nobody in the pool can serve."""
+        self.load.tick(now)
+        hits = self.look_up(keys)
+        found = rule.choose(self.load, pool, ask, hits, self._draw, open_slots)
+        return Decision(pool, ask, *found, hits) if found is not None else None
+
+    def take(self, decision: Decision, keys: Sequence[int], now: float, *, silent: bool = False, key: Hashable = None) -> Taken:
+        """Counts a choice, before anything is awaited.
+
+        Args:
+            silent: nobody will see the first token (the answer comes in one piece).
+            key: of the pool's queue, whose requests are told.
+        """
+        chosen, ask = decision.chosen, decision.ask
+        taken = Taken(decision, keys, [])
+        miss = max(0, ask.prompt_tokens - int(decision.hits.saved(np.array([chosen.first], np.intp))[0]))
+        whole = ask.prompt_tokens + ask.answer_tokens
+        if chosen.prefill is None:
+            self._pick(taken, chosen.serving, (miss, ask.prompt_tokens, whole), now, silent)
+        else:
+            self._pick(taken, chosen.prefill, (miss, 0, ask.prompt_tokens), now, silent)
+            self._pick(taken, chosen.serving, (0, ask.prompt_tokens, whole), now, silent)
+        queue = self.queues.get(key)
+        if queue is not None and len(queue):
+            queue.expect(chosen.first, keys, self.index.block_tokens)
+        return taken
+
+    def _pick(self, taken: Taken, slot: int, tokens: tuple[int, int, int], now: float, silent: bool) -> None:
+        load = self.load.slots[slot]
+        pick = load.pick(*tokens, now)
+        taken.picks.append((load, pick))
+        if silent:
+            self.load.watch_silent(load, pick, now)
+        hit_blocks = int(taken.decision.hits.gpu[slot]) // self.index.block_tokens
+        expectation = self.index.expect(slot, taken.keys, hit_blocks)
+        if expectation is not None:
+            taken.expectations.append(expectation)
+        load.set_cached(self.index.held_tokens(slot))
+
+    def first_token(self, taken: Taken, now: float) -> None:
+        """The prompt is computed: it is no waiting work any more. Again is nothing."""
+        for load, pick in taken.picks:
+            load.start(pick, now)
+        for expectation in taken.expectations:
+            self.index.settle(expectation, now)
+        taken.expectations.clear()
+
+    def release(self, taken: Taken, which: int | None = None) -> None:
+        """A pick (all: None) is over. Again is nothing."""
+        for load, pick in taken.picks if which is None else [taken.picks[which]]:
+            load.release(pick)
+        if which is None:
+            for expectation in taken.expectations:
+                self.index.cancel(expectation)
+            taken.expectations.clear()
+
+    # -- waiting
+
+    def offer(self, key: Hashable, request: Waiting, now: float) -> Decision | None:
+        """Decides at once when nobody waits and the best worker is open: the normal case. Else the request waits, and `pump` may give it.
+
+        Raises QueueFull. The pool may have no workers: then it waits for them.
+        """
+        queue = self.queues.get(key)
+        pool = self._pools.get(key)
+        if pool is not None and not (queue is not None and len(queue)):
+            decision = self.decide(pool.without(request.exclude) if request.exclude else pool, request.ask, request.keys, now)
+            if decision is not None and self.is_open(decision, request.klass):
+                return decision
+        if queue is None:
+            queue = self.queues[key] = CacheQueue(self.load, self.rules, self.look_up)
+            queue.set_pool(pool or Pool())
+        queue.put(request)
+        return None
+
+    def pump(self, key: Hashable, now: float) -> tuple[Waiting, Decision] | None:
+        """The next waiting request of a pool that may go now. The caller counts it with `take`, then asks again."""
+        queue = self.queues.get(key)
+        if queue is None or not len(queue):
+            return None
+        self.load.tick(now)
+        found = queue.take(now)
+        if found is None:
+            return None
+        request, open_slots = found
+        decision = self.decide(queue.pool, request.ask, request.keys, now, open_slots)
+        assert decision is not None, "the queue gave a request that nobody can take"
+        return request, replace(decision, waited_s=now - request.arrived)
+
+    def too_late(self, now: float) -> list[tuple[Waiting, float]]:
+        """Takes out all requests whose deadline is over, each with the seconds after which trying again makes sense."""
+        out: list[tuple[Waiting, float]] = []
+        for queue in self.queues.values():
+            if queue.next_deadline() <= now:
+                out += [(request, queue.predicted_wait_s()) for request in queue.too_late(now)]
+        return out
+
+    def is_open(self, decision: Decision, klass: str = "default") -> bool:
+        """Whether the chosen workers would begin soon and have room."""
+        m, ask, chosen = self.load.matrix, decision.ask, decision.chosen
+        theta = self.rules.theta_s * (BATCH_SHARE_OF_THETA if klass == BATCH else 1.0)
+        if m[WAIT, chosen.first] >= theta:
+            return False
+        need = ask.prompt_tokens + ask.answer_tokens
+        slot = chosen.serving
+        if m[COMMITTED, slot] + need > m[CAPACITY, slot] and m[ROWS, slot] > 0:
+            return False
+        first = chosen.first
+        return first == slot or m[COMMITTED, first] + ask.prompt_tokens <= m[CAPACITY, first] or m[WAIT, first] <= 0
+
+    def tick(self, now: float) -> None:
+        """What only time changes: old reports, silent prompts, settled expectations, retired bits."""
+        self.load.tick(now)
+        self.index.expire(now)
+        self.index.sweep(SWEEP_SLICE)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Something waits for time to pass: `tick` and `pump` are to be called every tenth of a second or so."""
+        return self.index.needs_ticks or any(len(queue) for queue in self.queues.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when something does not add up."""
+        self.index.check_integrity()
+        self.load.check_integrity()
+        for queue in self.queues.values():
+            queue.check_integrity()

@@ -1,0 +1,533 @@
+"""Which worker holds which prefix: one table of chain keys for all workers and tiers, bounded by the workers' own capacities.
+
+A key names a whole prefix in blocks of 64 tokens (`fleet_contract.prefix`, every fourth page). Per tier a key maps to a bit mask of
+the workers that hold it. Along a prompt this set only shrinks, so a lookup gallops and bisects: O(c log n) for c distinct depths.
+
+A worker's bit belongs to one life of what we know about it. `clear` and `remove_slot` retire the bit in O(1): it is masked out at
+once, and is given away again only after `sweep` has cleared it everywhere. So nothing of an old life can match in a new one.
+
+Three writers: KV events (`store`, `remove`, `clear`, `replace`; reference-counted per tier, group and engine hash), the history of
+our own picks (`remember`, for workers without events), and expectations (`expect`: a pick whose blocks no event has told of yet).
+No clock, no I/O. One owner, one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet_contract.names import PAGE_SIZE
+from fleet_router.decide.history import History
+
+STRIDE: Final = 4  # pages per block
+BLOCK_TOKENS: Final = STRIDE * PAGE_SIZE
+GPU, HOST, DISK = TIERS = (0, 1, 2)
+ENTRIES_OVER_BLOCKS: Final = 1.2  # a worker that tells of more than this times its own blocks tells nonsense
+SETTLE_S: Final = 1.0  # an expectation outlives the first token so long: events travel up to 100 ms
+_MASK_CACHE: Final = 4096
+_DEPTH_BITS: Final = 24
+
+Ints = npt.NDArray[np.intp]
+Floats = npt.NDArray[np.float64]
+
+
+class Run(NamedTuple):
+    """Workers (bit mask) that hold exactly `blocks` first blocks of a prompt."""
+
+    mask: int
+    blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class Expectation:
+    """Blocks that a pick will make its worker hold. Dropped by `settle` or `cancel`."""
+
+    life: _Life
+    keys: Sequence[int]
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """What is known of one worker since its last clear: its bit, and who holds what."""
+
+    bit: int
+    slot: int
+    history: History | None = None
+    held: list[int] = field(default_factory=lambda: [0] * len(TIERS))  # distinct keys per tier
+    extra: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in TIERS))  # key -> holders beyond the first
+    books: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # (tier, group) -> engine hash -> chain and depth
+    repeats: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (tier, group, engine hash) -> stores beyond the first
+    inner: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # further keys of engine blocks over 64 tokens
+    expected: dict[int, Expectation] = field(default_factory=dict)  # open ones, by identity
+    entries: int = 0  # engine blocks in all books
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One worker, whatever its life."""
+
+    life: _Life
+    limit_entries: int
+    capacity_blocks: int
+    by_history: bool
+    building: _Life | None = None  # a snapshot that is being read: events write here, lookups see `life`
+
+    @property
+    def written(self) -> _Life:
+        return self.building or self.life
+
+
+class StoreResult:
+    """What `store` did."""
+
+    STORED: Final = "stored"
+    REPEATED: Final = "repeated"
+    OVERFLOW: Final = "overflow"  # above the bound: nothing was stored; clear and read a snapshot
+    UNKNOWN_SLOT: Final = "unknown slot"
+
+
+class PrefixIndex:
+    """See the module."""
+
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Args: block_tokens: tokens that one key stands for; other than 64 only in replays of traces with other blocks."""
+        self.block_tokens = block_tokens
+        self._masks: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
+        self._slots: dict[int, _Slot] = {}
+        self._alive = 0
+        self._free_bits: list[int] = []
+        self._next_bit = 0
+        self._slot_of_bit: list[int] = []
+        self._retired: deque[_Retired] = deque()
+        self._settling: deque[tuple[float, Expectation]] = deque()
+        self._shared: dict[int, int] = {}  # equal masks are one object
+        self._members: dict[int, Ints] = {}  # mask -> slots
+
+    def __len__(self) -> int:
+        """Distinct keys in GPU memory, those of retired lives included until the sweep."""
+        return len(self._masks[GPU])
+
+    # -- workers
+
+    def add_slot(self, slot: int, capacity_tokens: int, *, by_history: bool, engine_blocks: int = 0) -> None:
+        """A worker of which nothing is known yet.
+
+        Args:
+            slot: number that the caller gives it, not in use now.
+            capacity_tokens: of its KV cache; bounds its history.
+            by_history: no KV events are to be expected.
+            engine_blocks: of all its tiers; bounds what its events may store. 0: from the capacity, in pages.
+        """
+        assert slot not in self._slots, f"slot {slot} is in use"
+        blocks = engine_blocks or max(1, capacity_tokens // PAGE_SIZE)
+        capacity = max(0, capacity_tokens) // self.block_tokens
+        self._slots[slot] = _Slot(self._new_life(slot), int(ENTRIES_OVER_BLOCKS * blocks) + STRIDE, capacity, by_history)
+        self._start_history(self._slots[slot])
+
+    def remove_slot(self, slot: int) -> None:
+        """Forgets a worker at once; O(1). Unknown slots are ignored."""
+        gone = self._slots.pop(slot, None)
+        if gone is not None:
+            self._retire(gone.life)
+            if gone.building is not None:
+                self._retire(gone.building)
+
+    def clear(self, slot: int) -> None:
+        """The worker holds nothing (restart, AllBlocksCleared, lost stream); O(1). Unknown slots are ignored."""
+        entry = self._slots.get(slot)
+        if entry is not None:
+            self.drop_snapshot(slot)
+            self._retire(entry.life)
+            entry.life = self._new_life(slot)
+            self._start_history(entry)
+
+    def begin_snapshot(self, slot: int) -> None:
+        """From now on `store` and `remove` build a new content beside the old one, which lookups still see; until `commit_snapshot`."""
+        self.drop_snapshot(slot)
+        entry = self._slots.get(slot)
+        if entry is not None:
+            entry.building = self._new_life(slot, visible=False)
+
+    def commit_snapshot(self, slot: int) -> None:
+        """The new content takes the old one's place, in O(1). The worker is judged by its events from now on. Without a begin: nothing."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.building is not None:
+            old, entry.life, entry.building = entry.life, entry.building, None
+            entry.by_history = False
+            self._retire(old)
+            self._alive |= 1 << entry.life.bit
+
+    def drop_snapshot(self, slot: int) -> None:
+        """What was built is thrown away."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.building is not None:
+            self._retire(entry.building)
+            entry.building = None
+
+    def set_by_history(self, slot: int, *, by_history: bool) -> None:
+        """Whether the worker's blocks are judged by our picks or by its events. A change begins from nothing."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.by_history != by_history:
+            entry.by_history = by_history
+            self.clear(slot)
+
+    def is_by_history(self, slot: int) -> bool:
+        entry = self._slots.get(slot)
+        return entry is not None and entry.by_history
+
+    def sweep(self, budget: int = 100_000) -> bool:
+        """Clears up to `budget` entries of retired lives. Returns whether more is left."""
+        while self._retired and budget > 0:
+            retired = self._retired[0]
+            budget = retired.step(budget, self._unset)
+            if retired.done:
+                self._retired.popleft()
+                self._free_bits.append(retired.life.bit)
+        return bool(self._retired)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """There are bits to sweep, or expectations to drop when their time is over."""
+        return bool(self._retired or self._settling)
+
+    def held_tokens(self, slot: int) -> int:
+        """Tokens in the worker's GPU cache as far as known; 0 for unknown slots."""
+        entry = self._slots.get(slot)
+        return entry.life.held[GPU] * self.block_tokens if entry is not None else 0
+
+    # -- KV events
+
+    def store(self, slot: int, tier: int, group: int, engine_hash: int, chain: int, pages: int, inner: Sequence[int] = ()) -> str:
+        """An engine block is held. Stored twice, it has to be removed twice.
+
+        Args:
+            chain: own chain key at the block's end.
+            pages: depth of that end, in pages of 16 tokens.
+            inner: keys of 64-token blocks that end inside this block, for engine blocks of more than 64 tokens.
+        """
+        entry = self._slots.get(slot)
+        if entry is None:
+            return StoreResult.UNKNOWN_SLOT
+        life = entry.written
+        book = life.books.setdefault((tier, group), {})
+        if engine_hash in book:
+            name = (tier, group, engine_hash)
+            life.repeats[name] = life.repeats.get(name, 0) + 1
+            return StoreResult.REPEATED
+        if life.entries >= entry.limit_entries:
+            return StoreResult.OVERFLOW
+        life.entries += 1
+        book[engine_hash] = chain << _DEPTH_BITS | pages
+        if inner:
+            life.inner[(tier, group, engine_hash)] = tuple(inner)
+            for key in inner:
+                self._hold(life, tier, key)
+        if pages % STRIDE == 0:
+            self._hold(life, tier, chain)
+        return StoreResult.STORED
+
+    def remove(self, slot: int, tier: int, group: int, engine_hash: int) -> bool:
+        """One store of an engine block is taken back. Returns whether it was known."""
+        entry = self._slots.get(slot)
+        book = entry.written.books.get((tier, group)) if entry is not None else None
+        if entry is None or book is None or engine_hash not in book:
+            return False
+        life, name = entry.written, (tier, group, engine_hash)
+        more = life.repeats.get(name, 0)
+        if more:
+            if more == 1:
+                del life.repeats[name]
+            else:
+                life.repeats[name] = more - 1
+            return True
+        packed = book.pop(engine_hash)
+        if not book:
+            del life.books[(tier, group)]
+        life.entries -= 1
+        for key in life.inner.pop(name, ()):
+            self._drop(life, tier, key)
+        if (packed & ((1 << _DEPTH_BITS) - 1)) % STRIDE == 0:
+            self._drop(life, tier, packed >> _DEPTH_BITS)
+        return True
+
+    def resolve(self, slot: int, engine_hash: int) -> tuple[int, int] | None:
+        """Own chain key and depth in pages of an engine block, whatever its tier and group. None when unknown."""
+        entry = self._slots.get(slot)
+        if entry is not None:
+            for book in entry.written.books.values():
+                packed = book.get(engine_hash)
+                if packed is not None:
+                    return packed >> _DEPTH_BITS, packed & ((1 << _DEPTH_BITS) - 1)
+        return None
+
+    def inner_keys(self, slot: int, engine_hash: int) -> tuple[int, ...]:
+        """Keys that end inside an engine block of more than 64 tokens."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.written.inner:
+            for tier, group in entry.written.books:
+                if (found := entry.written.inner.get((tier, group, engine_hash))) is not None:
+                    return found
+        return ()
+
+    # -- own picks
+
+    def remember(self, slot: int, keys: Sequence[int]) -> None:
+        """A prompt went to a worker that is judged by history. Others, and unknown ones, are ignored."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.life.history is not None:
+            entry.life.history.use(keys)
+
+    def expect(self, slot: int, keys: Sequence[int], hit_blocks: int) -> Expectation | None:
+        """A pick: the worker will hold the prompt's blocks behind its present hit, until `settle` or `cancel`.
+
+        None for workers that are judged by history (the prompt is remembered instead), and where nothing is new.
+        """
+        entry = self._slots.get(slot)
+        if entry is None:
+            return None
+        if entry.life.history is not None:
+            entry.life.history.use(keys)
+            return None
+        new = keys[hit_blocks:]
+        if not new:
+            return None
+        for key in new:
+            self._hold(entry.life, GPU, key)
+        expectation = Expectation(entry.life, new)
+        entry.life.expected[id(expectation)] = expectation
+        return expectation
+
+    def settle(self, expectation: Expectation, now: float) -> None:
+        """The blocks are computed: events take over, after a grace in which they travel. `now` never falls."""
+        self._settling.append((now + SETTLE_S, expectation))
+
+    def cancel(self, expectation: Expectation) -> None:
+        """The blocks will not be computed, or their time is over. Again is nothing."""
+        if expectation.open:
+            expectation.open = False
+            if not expectation.life.gone:
+                del expectation.life.expected[id(expectation)]
+                for key in expectation.keys:
+                    self._drop(expectation.life, GPU, key)
+
+    def expire(self, now: float) -> None:
+        """Drops the settled expectations whose grace is over."""
+        settling = self._settling
+        while settling and settling[0][0] <= now:
+            self.cancel(settling.popleft()[1])
+
+    def feedback(self, slot: int, predicted_tokens: int, actual_tokens: int) -> None:
+        """What a worker really had cached for one prompt corrects the size of its history."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.life.history is not None:
+            entry.life.history.feedback(predicted_tokens, actual_tokens, self.block_tokens)
+
+    # -- lookup
+
+    def runs(self, keys: Sequence[int], deepest_tier: int = GPU) -> list[Run]:
+        """How deep each worker's hit is, in the tiers up to `deepest_tier` together; workers without a hit are absent."""
+        if not keys:
+            return []
+        get = self._masks[GPU].get if deepest_tier == GPU else self._getter(deepest_tier)
+        n, at, out = len(keys), 0, []
+        left = get(keys[0], 0) & self._alive
+        while left:
+            good, step = at, 1
+            while good + step < n and get(keys[good + step], 0) & left == left:
+                good += step
+                step <<= 1
+            bad = min(good + step, n)
+            while bad - good > 1:
+                middle = (good + bad) >> 1
+                if get(keys[middle], 0) & left == left:
+                    good = middle
+                else:
+                    bad = middle
+            stay = get(keys[bad], 0) & left if bad < n else 0
+            out.append(Run(left & ~stay, bad))
+            left, at = stay, bad
+        return out
+
+    def hits(self, keys: Sequence[int], num_slots: int) -> tuple[Floats, Floats | None, Floats | None]:
+        """Tokens of the prompt that each slot holds in GPU, and those that only host memory or only disk add; None where a tier is empty.
+
+        Returns: arrays over slots 0..num_slots-1.
+        """
+        gpu = self._vector(self.runs(keys), num_slots)
+        if not (self._masks[HOST] or self._masks[DISK]) or not keys:
+            return gpu, None, None
+        with_host = self._vector(self.runs(keys, HOST), num_slots)
+        with_disk = self._vector(self.runs(keys, DISK), num_slots) if self._masks[DISK] else with_host
+        return gpu, with_host - gpu, with_disk - with_host
+
+    def hit_blocks(self, slot: int, keys: Sequence[int]) -> int:
+        """Blocks of the prompt in one worker's GPU cache, by a walk over its own bit: right even where events were lost."""
+        entry = self._slots.get(slot)
+        if entry is None:
+            return 0
+        bit, get, depth = 1 << entry.life.bit, self._masks[GPU].get, 0
+        for key in keys:
+            if not get(key, 0) & bit:
+                break
+            depth += 1
+        return depth
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the tables disagree."""
+        seen: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
+        for slot, entry in self._slots.items():
+            life = entry.life
+            assert life.slot == slot and not life.gone and self._alive >> life.bit & 1 and self._slot_of_bit[life.bit] == slot
+            assert life.entries == sum(len(book) for book in life.books.values()) <= entry.limit_entries
+            assert (life.history is not None) == entry.by_history
+            if life.history is not None:
+                life.history.check_integrity()
+            for tier in TIERS:
+                held = {key for key, mask in self._masks[tier].items() if mask >> life.bit & 1}
+                assert life.held[tier] == len(held), (slot, tier)
+                assert life.extra[tier].keys() <= held and all(n > 0 for n in life.extra[tier].values())
+                for key in held:
+                    seen[tier][key] = seen[tier].get(key, 0) | 1 << life.bit
+        assert bin(self._alive).count("1") == len(self._slots)
+        building = [e.building.bit for e in self._slots.values() if e.building is not None]
+        bits = [e.life.bit for e in self._slots.values()] + building + [r.life.bit for r in self._retired] + self._free_bits
+        assert sorted(bits) == list(range(self._next_bit))
+        for tier in TIERS:
+            assert {k: m & self._alive for k, m in self._masks[tier].items() if m & self._alive} == seen[tier]
+            assert self._retired or building or all(m and not m & ~self._alive for m in self._masks[tier].values())
+
+    # -- inside
+
+    def _new_life(self, slot: int, *, visible: bool = True) -> _Life:
+        if self._free_bits:
+            bit = self._free_bits.pop()
+        else:
+            bit, self._next_bit = self._next_bit, self._next_bit + 1
+            self._slot_of_bit.append(0)
+        self._slot_of_bit[bit] = slot
+        if visible:
+            self._alive |= 1 << bit
+        self._members.clear()
+        return _Life(bit, slot)
+
+    def _start_history(self, entry: _Slot) -> None:
+        if entry.by_history:
+            life = entry.life
+            life.history = History(entry.capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key))
+
+    def _retire(self, life: _Life) -> None:
+        life.gone = True
+        self._alive &= ~(1 << life.bit)
+        self._members.clear()
+        self._retired.append(_Retired(life, _keys_of(life)))
+
+    def _hold(self, life: _Life, tier: int, key: int) -> None:
+        masks, bit = self._masks[tier], 1 << life.bit
+        mask = masks.get(key, 0)
+        if mask & bit:
+            extra = life.extra[tier]
+            extra[key] = extra.get(key, 0) + 1
+        else:
+            masks[key] = self._share(mask | bit)
+            life.held[tier] += 1
+
+    def _drop(self, life: _Life, tier: int, key: int) -> None:
+        extra = life.extra[tier]
+        more = extra.get(key, 0)
+        if more > 1:
+            extra[key] = more - 1
+        elif more:
+            del extra[key]
+        else:
+            self._unset(life, tier, key)
+
+    def _unset(self, life: _Life, tier: int, key: int) -> None:
+        masks = self._masks[tier]
+        mask = masks.get(key, 0)
+        if not mask >> life.bit & 1:
+            return
+        life.held[tier] -= 1
+        left = mask & ~(1 << life.bit)
+        if left:
+            masks[key] = self._share(left)
+        else:
+            del masks[key]
+
+    def _share(self, mask: int) -> int:
+        if mask < 256:
+            return mask  # the interpreter shares these itself
+        if len(self._shared) > _MASK_CACHE:
+            self._shared.clear()
+        return self._shared.setdefault(mask, mask)
+
+    def _getter(self, deepest_tier: int) -> Callable[[int, int], int]:
+        gets = [self._masks[tier].get for tier in TIERS[: deepest_tier + 1]]
+
+        def get(key: int, default: int) -> int:
+            mask = default
+            for one in gets:
+                mask |= one(key, 0)
+            return mask
+
+        return get
+
+    def _vector(self, runs: list[Run], num_slots: int) -> Floats:
+        out = np.zeros(num_slots)
+        for mask, blocks in runs:
+            members = self._members.get(mask)
+            if members is None:
+                members = self._list_members(mask)
+            out[members] = blocks * self.block_tokens
+        return out
+
+    def _list_members(self, mask: int) -> Ints:
+        """Slots of a mask."""
+        raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+        bits = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+        members = np.asarray(self._slot_of_bit, np.intp)[bits]
+        if len(self._members) > _MASK_CACHE:
+            self._members.clear()
+        self._members[mask] = members
+        return members
+
+
+def _keys_of(life: _Life) -> Iterator[tuple[int, int]]:
+    """(tier, key) of all that a life held, some twice."""
+    if life.history is not None:
+        yield from ((GPU, key) for key in life.history.held_keys())
+    for (tier, group), book in life.books.items():
+        for engine_hash, packed in book.items():
+            if (packed & ((1 << _DEPTH_BITS) - 1)) % STRIDE == 0:
+                yield tier, packed >> _DEPTH_BITS
+            for key in life.inner.get((tier, group, engine_hash), ()):
+                yield tier, key
+    for expectation in list(life.expected.values()):
+        for key in expectation.keys:
+            yield GPU, key
+
+
+class _Retired:
+    """A life whose bit is being cleared, in slices."""
+
+    def __init__(self, life: _Life, keys: Iterator[tuple[int, int]]) -> None:
+        self.life = life
+        self.done = False
+        self._keys = keys
+
+    def step(self, budget: int, unset: Callable[[_Life, int, int], None]) -> int:
+        """Clears up to `budget` keys; returns what is left of the budget."""
+        while budget > 0:
+            found = next(self._keys, None)
+            if found is None:
+                self.done = True
+                return budget
+            unset(self.life, *found)
+            budget -= 1
+        return 0

@@ -1,0 +1,336 @@
+"""What each worker has to do now, in numbers that a choice can use at once.
+
+Per worker: our own picks in flight joined with its load reports. A report says by `seen` which picks it already holds, so a pick
+is counted once: by the report when seen, else by us. No clocks of two machines are compared. Every change updates the sums and the
+worker's column of one matrix, so that a choice among a thousand workers is a few array operations.
+
+Speeds start from the worker's own profile and are learned, bounded to 0.25x-4x of it. Clock-free: `now` is passed and never falls.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet_contract.worker import LoadReport, Profile, Seen
+
+RHO: Final = 4.0  # what a miss evicts, where the cache is full
+BETA: Final = 0.1  # what it costs each running decode
+BETA_ROWS: Final = 20
+REPORT_LIFE_S: Final = 3.0  # a report older than this is not truth any more
+LEARN_LIMIT: Final = 4.0
+LEARN_S: Final = 10.0  # seconds of work that the profile counts for
+LEARN_LIFE_S: Final = 60.0  # seconds of work that are remembered
+LEARN_TOKENS: Final = 256  # shorter prompts are mostly overhead
+SILENT_FACTOR: Final = 1.5  # a prompt whose first token nobody will see counts as computed after so many times its expected time
+
+# Used where a worker's profile says 0.
+DEFAULT_PREFILL_TOKENS_PER_S: Final = 2_000.0
+DEFAULT_STEP_BASE_S: Final = 0.020
+# Loading a cached token from a slower tier, in multiples of computing it.
+HOST_SPEEDUP: Final = 10.0
+DISK_SPEEDUP: Final = 3.0
+
+# Rows of the matrix.
+WAIT, UNIT, STEP, STEP_CTX, COMMITTED, CAPACITY, PENALTY, ROWS, RATE = range(9)
+NUM_ROWS: Final = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a worker can do, from its record."""
+
+    prefill_tokens_per_s: float
+    step_base_s: float
+    step_per_row_s: float
+    step_per_ctx_token_s: float
+    kv_capacity_tokens: int
+
+    @classmethod
+    def of(cls, profile: Profile, kv_capacity_tokens: int) -> Speed:
+        """Fills what the profile leaves open."""
+        return cls(
+            profile.prefill_tokens_per_s if profile.prefill_tokens_per_s > 0 else DEFAULT_PREFILL_TOKENS_PER_S,
+            profile.step_base_s if profile.step_base_s > 0 else DEFAULT_STEP_BASE_S,
+            max(0.0, profile.step_per_row_s),
+            max(0.0, profile.step_per_ctx_token_s),
+            max(1, kv_capacity_tokens),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Pick:
+    """One request of ours on one worker, from the choice to its end."""
+
+    number: int
+    pend_tokens: int  # uncached prompt tokens
+    prompt_tokens: int  # of context, once it runs; 0 on a worker that only computes the prompt
+    room_tokens: int  # prompt and expected answer
+    at: float = 0.0
+    started: bool = False  # its first token came: the prompt is no work any more
+    ours: bool = True  # counted by us, not by a report
+
+
+class Load(NamedTuple):
+    """Tokens and rows."""
+
+    pend: int = 0  # uncached prompt tokens that wait or are computed
+    run: int = 0  # rows that decode
+    rows: int = 0  # those, and the requests that will
+    ctx: int = 0  # tokens of context of the running rows
+    committed: int = 0  # tokens of all requests, with the answers we expect
+
+
+@dataclass(slots=True)
+class Learned:
+    """A speed as seen, against what the profile says: weighted means of work over time."""
+
+    expected_s: float = LEARN_S
+    seen_s: float = LEARN_S
+
+    @property
+    def factor(self) -> float:
+        """How many times faster than the profile, within the limits."""
+        return min(LEARN_LIMIT, max(1 / LEARN_LIMIT, self.expected_s / self.seen_s))
+
+    def add(self, expected_s: float, seen_s: float) -> None:
+        """One piece of work: what the profile expects of it, and what it took."""
+        keep = max(0.0, 1.0 - max(expected_s, seen_s) / LEARN_LIFE_S)
+        self.expected_s = self.expected_s * keep + expected_s
+        self.seen_s = self.seen_s * keep + max(0.0, seen_s)
+
+
+class LoadTable:
+    """The matrix: one column per slot."""
+
+    def __init__(self) -> None:
+        self.matrix: npt.NDArray[np.float64] = np.ones((NUM_ROWS, 8))
+        self.slots: dict[int, SlotLoad] = {}
+        self.version = 0  # of speeds
+        self._next_expiry = math.inf  # no report gets too old before
+        self._silent: list[tuple[float, int, SlotLoad, Pick]] = []
+        self._silent_number = 0
+
+    def add(self, slot: int, speed: Speed, *, learn: bool = True) -> SlotLoad:
+        """A worker without load."""
+        assert slot not in self.slots, slot
+        while slot >= self.matrix.shape[1]:
+            self.matrix = np.concatenate([self.matrix, np.ones_like(self.matrix)], axis=1)
+        load = self.slots[slot] = SlotLoad(self, slot, speed, learn=learn)
+        load.refresh()
+        return load
+
+    def remove(self, slot: int) -> None:
+        """The column is free; what the worker still runs may be given back later."""
+        self.slots.pop(slot).slot = -1
+
+    def tick(self, now: float) -> None:
+        """Drops reports that are too old, and counts silent prompts as computed. Called before a choice; nearly always nothing to do."""
+        if now >= self._next_expiry:
+            self._next_expiry = math.inf
+            for load in self.slots.values():
+                if load.report is not None:
+                    if now - load.report_at > REPORT_LIFE_S:
+                        load.drop_report()
+                    else:
+                        self._next_expiry = min(self._next_expiry, load.report_at + REPORT_LIFE_S)
+        while self._silent and self._silent[0][0] <= now:
+            _, _, load, pick = heapq.heappop(self._silent)
+            if pick.number in load.picks and not pick.started:
+                load.start(pick, now, seen=False)
+
+    def report_expires(self, at: float) -> None:
+        """A report of some worker is truth until then."""
+        self._next_expiry = min(self._next_expiry, at)
+
+    def watch_silent(self, load: SlotLoad, pick: Pick, now: float) -> None:
+        """Nobody will see this pick's first token: it counts as computed when its expected time is over."""
+        due = now + SILENT_FACTOR * (load.pend / load.prefill_rate + load.speed.step_base_s)
+        self._silent_number += 1
+        heapq.heappush(self._silent, (due, self._silent_number, load, pick))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a sum or a column is not what the picks and reports say."""
+        for slot, load in self.slots.items():
+            assert load.slot == slot
+            assert load.now() == load.recount(), slot
+            column = self.matrix[:, slot].copy()
+            load.refresh()
+            assert np.allclose(column, self.matrix[:, slot], rtol=1e-12, atol=0), slot
+
+
+@dataclass(slots=True, eq=False)
+class SlotLoad:
+    """Load and speed of one worker incarnation. Pick numbers count from 0: the worker's `seen` can then close its gaps."""
+
+    table: LoadTable
+    slot: int  # -1: removed
+    speed: Speed
+    learn: bool = True
+    picks: dict[int, Pick] = field(default_factory=dict)
+    next_number: int = 0
+    report: LoadReport | None = None
+    report_at: float = 0.0
+    pend: int = 0
+    run: int = 0
+    rows: int = 0
+    ctx: int = 0
+    committed: int = 0
+    cached_tokens: int = 0  # in its cache, as the index knows
+    penalty_s: float = 0.0
+    prefill: Learned = field(default_factory=Learned)
+    step: Learned = field(default_factory=Learned)
+    _last_start: float = -math.inf
+
+    # -- requests
+
+    def pick(self, pend_tokens: int, prompt_tokens: int, room_tokens: int, now: float) -> Pick:
+        """Counts a request, at the choice and before anything is awaited."""
+        pick = Pick(self.next_number, pend_tokens, prompt_tokens, room_tokens, now)
+        self.next_number += 1
+        self.picks[pick.number] = pick
+        self._count(pick, 1)
+        self.refresh()
+        return pick
+
+    def start(self, pick: Pick, now: float, *, seen: bool = True) -> None:
+        """Its first token came (`seen`), or should have. Again is nothing."""
+        if pick.started or pick.number not in self.picks:
+            return
+        if seen:
+            self._learn_prefill(pick, now)
+        if pick.ours:
+            self._count(pick, -1)
+        pick.started = True
+        if pick.ours:
+            self._count(pick, 1)
+        self.refresh()
+
+    def release(self, pick: Pick) -> None:
+        """The request is over. Releasing twice changes nothing."""
+        if self.picks.pop(pick.number, None) is not None:
+            if pick.ours:
+                self._count(pick, -1)
+            self.refresh()
+
+    # -- reports
+
+    def take_report(self, report: LoadReport, router_id: str, now: float) -> None:
+        """A newer report; one with an older sequence number is ignored."""
+        if self.report is not None and report.seq <= self.report.seq:
+            return
+        self.report, self.report_at = report, now
+        seen: Seen | None = report.seen.get(router_id)
+        for number, pick in self.picks.items():
+            pick.ours = seen is None or number > seen.up_to or number in seen.missing
+        self._set(self.recount())
+        self.table.report_expires(now + REPORT_LIFE_S)
+
+    def drop_report(self) -> None:
+        """The report is too old: all picks are counted by us."""
+        self.report = None
+        for pick in self.picks.values():
+            pick.ours = True
+        self._set(self.recount())
+
+    # -- numbers
+
+    def now(self) -> Load:
+        """The sums."""
+        return Load(self.pend, self.run, self.rows, self.ctx, self.committed)
+
+    def recount(self) -> Load:
+        """The sums, from scratch."""
+        report = self.report
+        pend = run = rows = ctx = committed = 0
+        if report is not None:
+            pend, run, rows, ctx, committed = report.pend, report.run, report.run, report.ctx, report.ctx + report.pend
+        for pick in self.picks.values():
+            if pick.ours:
+                committed += pick.room_tokens
+                decodes = pick.prompt_tokens > 0
+                rows += decodes
+                if pick.started:
+                    run += decodes
+                    ctx += pick.prompt_tokens
+                else:
+                    pend += pick.pend_tokens
+        return Load(pend, run, rows, ctx, committed)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Uncached prompt tokens per second, as learned."""
+        return self.speed.prefill_tokens_per_s * self.prefill.factor
+
+    @property
+    def fill(self) -> float:
+        """Share of the KV cache that is in use, by requests or by cached prefixes."""
+        used = self.cached_tokens
+        if self.report is not None:
+            used = max(used, self.report.kv_used)
+        return min(1.0, max(used, self.committed) / self.speed.kv_capacity_tokens)
+
+    def set_penalty(self, seconds: float) -> None:
+        """After faults: how much dearer it is than it looks."""
+        self.penalty_s = seconds
+        self.refresh()
+
+    def set_cached(self, tokens: int) -> None:
+        """What the index knows of its cache."""
+        self.cached_tokens = tokens
+        self.refresh()
+
+    def learn_step(self, seconds: float, tokens: int) -> None:
+        """An answer of this worker took `seconds` for `tokens` tokens after its first."""
+        if self.learn and tokens > 0 and seconds > 0:
+            expected = self.speed.step_base_s + self.speed.step_per_row_s * max(1, self.rows) + self.speed.step_per_ctx_token_s * self.ctx
+            share = 1 / max(1, self.rows)  # rows that run side by side tell of the same steps
+            self.step.add(expected * tokens * share, seconds * share)
+            self.table.version += 1
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Writes the matrix column."""
+        if self.slot < 0:
+            return
+        speed, rate = self.speed, self.prefill_rate
+        slowness = 1 / self.step.factor
+        column = self.table.matrix[:, self.slot]
+        column[:] = (
+            self.pend / rate,
+            (1.0 + RHO * self.fill + BETA * min(self.run, BETA_ROWS)) / rate,
+            (speed.step_base_s + speed.step_per_row_s * (self.rows + 1) + speed.step_per_ctx_token_s * self.ctx) * slowness,
+            speed.step_per_ctx_token_s * slowness,
+            self.committed,
+            speed.kv_capacity_tokens,
+            self.penalty_s,
+            self.rows,
+            rate,
+        )
+
+    def _learn_prefill(self, pick: Pick, now: float) -> None:
+        """Prompts are computed one after another: since the pick, or since the last first token if that came later."""
+        began = max(pick.at, self._last_start)
+        self._last_start = now
+        if self.learn and pick.pend_tokens >= LEARN_TOKENS:
+            self.prefill.add(pick.pend_tokens / self.speed.prefill_tokens_per_s, now - began)
+            self.table.version += 1
+
+    def _count(self, pick: Pick, sign: int) -> None:
+        decodes = sign if pick.prompt_tokens > 0 else 0
+        self.committed += sign * pick.room_tokens
+        self.rows += decodes
+        if pick.started:
+            self.run += decodes
+            self.ctx += sign * pick.prompt_tokens
+        else:
+            self.pend += sign * pick.pend_tokens
+
+    def _set(self, load: Load) -> None:
+        self.pend, self.run, self.rows, self.ctx, self.committed = load
+        self.refresh()

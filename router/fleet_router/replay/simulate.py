@@ -1,0 +1,271 @@
+"""Runs one rule over one log: arrivals, workers' steps, polls and ticks in order of time. Deterministic for a seed.
+
+`ours` is the router's own `decide.Fleet`: fed with the model's KV events (or its own history), asked for each request, told of first
+tokens and ends. Nothing of its code is copied here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from fleet_router.decide.fleet import Decision, Fleet, Taken
+from fleet_router.decide.index import GPU, STRIDE
+from fleet_router.decide.load import Speed
+from fleet_router.decide.queue import QueueRules, Waiting
+from fleet_router.decide.rule import Ask, Member, Pool
+from fleet_router.replay.model import STEP_PER_CTX_TOKEN_S, STEP_PER_ROW_S, STEP_S, Job, Worker
+from fleet_router.replay.rules import Baseline
+from fleet_router.replay.trace import BLOCK_TOKENS, Request
+
+OURS: Final = ("ours", "ours-no-queue", "ours-history")
+POLL_S: Final = 0.2
+TICK_S: Final = 0.1
+WINDOW_S: Final = 10.0
+ANSWER_TOKENS: Final = 350  # what a router expects where clients name no maximum
+POOL: Final = "fleet"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The modelled fleet."""
+
+    workers: int = 8
+    capacity_blocks: int = 6000
+    tokens_per_s: float = 12_000.0
+    slow_share: float = 1.0  # speed of every second worker, against the others
+    told_speeds: bool = True  # the router starts from each worker's own speed, else from the fast ones'
+
+    def make(self) -> list[Worker]:
+        """Workers that are empty and idle."""
+        return [Worker(self.capacity_blocks, self.speed_of(n)) for n in range(self.workers)]
+
+    def speed_of(self, n: int) -> float:
+        return self.tokens_per_s * (1.0 if n % 2 else self.slow_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of our own rule."""
+
+    queue: QueueRules = field(default_factory=lambda: QueueRules(max_requests=1 << 20, max_requests_per_tenant=1 << 20))
+    learn: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Result:
+    """Times in seconds; shares from 0 to 1."""
+
+    rule: str
+    requests: int
+    hit_share: float
+    ttft: list[float]  # sorted
+    tpot: list[float]  # sorted
+    end_to_end_s: float
+    prefill_max_over_mean: float
+    busy_max_over_mean: float  # per 10 s
+    most_waiting_s: float  # longest time in our queue
+
+    @property
+    def ttft_mean(self) -> float:
+        return sum(self.ttft) / len(self.ttft)
+
+    @property
+    def tpot_mean(self) -> float:
+        return sum(self.tpot) / len(self.tpot) if self.tpot else 0.0
+
+    def ttft_at(self, share: float) -> float:
+        """A percentile."""
+        return self.ttft[min(len(self.ttft) - 1, int(share * len(self.ttft)))]
+
+
+class Chooser(Protocol):
+    """What the simulator asks: a baseline or ours."""
+
+    def arrive(self, job: Job, now: float) -> list[tuple[Job, int]]:
+        """A request came: who goes where now."""
+
+    def first_token(self, job: Job, now: float) -> None:
+        """Its prompt is computed."""
+
+    def done(self, job: Job, now: float) -> None:
+        """It has its answer."""
+
+    def freed(self, now: float) -> list[tuple[Job, int]]:
+        """After first tokens, ends and ticks: who goes where now."""
+
+    def poll(self) -> None:
+        """The workers' metrics were read."""
+
+
+class _BaselineChooser:
+    def __init__(self, baseline: Baseline) -> None:
+        self._baseline = baseline
+
+    def arrive(self, job: Job, now: float) -> list[tuple[Job, int]]:
+        to = self._baseline.choose(job.request)
+        self._baseline.took(job, to)
+        return [(job, to)]
+
+    def first_token(self, job: Job, now: float) -> None:
+        self._baseline.first_token(job)
+
+    def done(self, job: Job, now: float) -> None:
+        self._baseline.done(job)
+
+    def freed(self, now: float) -> list[tuple[Job, int]]:
+        return []
+
+    def poll(self) -> None:
+        self._baseline.poll()
+
+
+class OurChooser:
+    """The router's own deciding code."""
+
+    def __init__(self, rule: str, workers: list[Worker], machine: Machine, seed: int, options: Options) -> None:
+        self.fleet = Fleet(random.Random(seed).randrange, options.queue, block_tokens=BLOCK_TOKENS)
+        self.most_waiting_s = 0.0
+        self._taken: dict[int, Taken] = {}
+        self._queues = rule != "ours-no-queue"
+        self._learn = options.learn
+        by_history = rule == "ours-history"
+        for slot, worker in enumerate(workers):
+            told = machine.speed_of(slot) if machine.told_speeds else machine.tokens_per_s
+            speed = Speed(told, STEP_S, STEP_PER_ROW_S, STEP_PER_CTX_TOKEN_S, machine.capacity_blocks * BLOCK_TOKENS)
+            self.fleet.add_worker(slot, speed, by_history=by_history, learn=options.learn, engine_blocks=machine.capacity_blocks)
+            if not by_history:
+                self._listen(slot, worker)
+        self._pool = Pool(tuple(Member(slot, f"worker-{slot}", "unified") for slot in range(len(workers))))
+        self.fleet.set_pools({POOL: self._pool})
+
+    def _listen(self, slot: int, worker: Worker) -> None:
+        index = self.fleet.index
+        worker.on_hold = lambda block: _must(index.store(slot, GPU, 0, block, block, STRIDE) == "stored")
+        worker.on_drop = lambda block: _must(index.remove(slot, GPU, 0, block))
+
+    def arrive(self, job: Job, now: float) -> list[tuple[Job, int]]:
+        self.fleet.tick(now)
+        ask, keys = Ask(job.request.input_tokens, ANSWER_TOKENS), job.request.blocks
+        if not self._queues:
+            decision = self.fleet.decide(self._pool, ask, keys, now)
+            assert decision is not None
+        else:
+            decision = self.fleet.offer(POOL, Waiting(ask, keys, now, float("inf"), tag=job), now)
+            if decision is None:
+                return self.freed(now)
+        return [self._take(job, decision, now)]
+
+    def first_token(self, job: Job, now: float) -> None:
+        self.fleet.first_token(self._taken[job.number], now)
+
+    def done(self, job: Job, now: float) -> None:
+        taken = self._taken.pop(job.number)
+        load = taken.picks[0][0]
+        if self._learn:
+            load.learn_step(now - job.first_token, job.request.output_tokens - 1)
+        self.fleet.index.feedback(job.worker, taken.predicted_tokens, job.hit_tokens)
+        self.fleet.release(taken)
+
+    def freed(self, now: float) -> list[tuple[Job, int]]:
+        self.fleet.tick(now)
+        out: list[tuple[Job, int]] = []
+        while (found := self.fleet.pump(POOL, now)) is not None:
+            request, decision = found
+            self.most_waiting_s = max(self.most_waiting_s, decision.waited_s)
+            out.append(self._take(request.tag, decision, now))
+        return out
+
+    def poll(self) -> None:
+        pass
+
+    def _take(self, job: Job, decision: Decision, now: float) -> tuple[Job, int]:
+        self._taken[job.number] = self.fleet.take(decision, job.request.blocks, now, key=POOL)
+        return job, decision.chosen.serving
+
+
+def _must(ok: bool) -> None:
+    assert ok, "the index refused an event of the model"
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, requests: list[Request], machine: Machine, rule: str, *, seed: int = 1, options: Options | None = None) -> None:
+        self.rule = rule
+        self.workers = machine.make()
+        self.jobs = [Job(n, r, r.at) for n, r in enumerate(requests)]
+        self.ours: OurChooser | None = None
+        if rule in OURS:
+            self.ours = OurChooser(rule, self.workers, machine, seed, options or Options())
+        self._chooser: Chooser = self.ours if self.ours is not None else _BaselineChooser(Baseline(rule, self.workers, seed))
+        self._ends: list[tuple[float, int]] = []
+        self._busy: dict[int, list[float]] = {}
+        self._hit = 0
+        self._left = len(self.jobs)
+
+    def run(self) -> Result:
+        """To the last answer."""
+        arrivals, at = self.jobs, 0
+        next_tick = 0.0
+        pause = TICK_S if self.ours is not None else POLL_S
+        while self._left:
+            now = min(
+                arrivals[at].arrived if at < len(arrivals) else float("inf"),
+                self._ends[0][0] if self._ends else float("inf"),
+                next_tick,
+            )
+            if now == next_tick:
+                next_tick += pause
+                self._chooser.poll()
+                self._place(self._chooser.freed(now), now)
+            elif at < len(arrivals) and arrivals[at].arrived == now:
+                at += 1
+                self._place(self._chooser.arrive(arrivals[at - 1], now), now)
+            else:
+                self._end_step(heapq.heappop(self._ends)[1], now)
+        return self._result()
+
+    def _end_step(self, n: int, now: float) -> None:
+        ended = self.workers[n].end_step(now)
+        for job in ended.first_tokens:
+            self._hit += job.hit_tokens
+            self._chooser.first_token(job, now)
+        for job in ended.finished:
+            self._left -= 1
+            self._chooser.done(job, now)
+        self._start(n, now)
+        if ended.first_tokens or ended.finished:
+            self._place(self._chooser.freed(now), now)
+
+    def _place(self, placed: list[tuple[Job, int]], now: float) -> None:
+        for job, to in placed:
+            job.worker = to
+            self.workers[to].waiting.append(job)
+            if not self.workers[to].busy:
+                self._start(to, now)
+
+    def _start(self, n: int, now: float) -> None:
+        length = self.workers[n].begin_step()
+        if length is not None:
+            heapq.heappush(self._ends, (now + length, n))
+            window = self._busy.setdefault(int(now / WINDOW_S), [0.0] * len(self.workers))
+            window[n] += length
+
+    def _result(self) -> Result:
+        jobs = self.jobs
+        computed = [w.computed_tokens for w in self.workers]
+        shares = [max(w) * len(w) / sum(w) for w in self._busy.values() if sum(w) > len(w)]
+        return Result(
+            rule=self.rule,
+            requests=len(jobs),
+            hit_share=self._hit / sum(j.request.input_tokens for j in jobs),
+            ttft=sorted(j.first_token - j.arrived for j in jobs),
+            tpot=sorted((j.done - j.first_token) / (j.request.output_tokens - 1) for j in jobs if j.request.output_tokens > 1),
+            end_to_end_s=sum(j.done - j.arrived for j in jobs) / len(jobs),
+            prefill_max_over_mean=max(computed) * len(computed) / max(1, sum(computed)),
+            busy_max_over_mean=sum(shares) / len(shares) if shares else 1.0,
+            most_waiting_s=self.ours.most_waiting_s if self.ours is not None else 0.0,
+        )
