@@ -58,7 +58,9 @@ def _details(state: HttpState, folder: Path | None) -> dict[str, Any]:
     family = config.get("model_type")
     family = family if isinstance(family, str) else "simulated"
     kind = "" if folder is None else "safetensors" if any(folder.glob("*.safetensors")) else "gguf"
-    precision = state.flags.weight_dtype if state.flags.weight_dtype != "auto" else state.flags.dtype
+    stored = config.get("dtype") or config.get("torch_dtype")  # the older name
+    given = next((flag for flag in (state.flags.weight_dtype, state.flags.dtype) if flag != "auto"), None)
+    precision = given or (stored if isinstance(stored, str) else "")
     return {"parent_model": "", "format": kind, "family": family, "families": [family], "parameter_size": "", "quantization_level": precision}
 
 
