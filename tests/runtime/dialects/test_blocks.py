@@ -44,6 +44,7 @@ CALL: list[Event] = [ToolCallStart(0, "a", "f"), ToolCallArguments(0, "{}"), Too
     [
         (" ", "", [("tool_use", "{}")]),
         ("", "\n", [("tool_use", "{}")]),
+        (" ", "b", [("tool_use", "{}"), ("text", "b")]),
         (" a", "\n b", [("text", " a"), ("tool_use", "{}"), ("text", "\n b")]),
         ("a ", "", [("text", "a "), ("tool_use", "{}")]),
     ],
