@@ -1,4 +1,4 @@
-"""`radixfleet`: serve a model without a cluster, run a local cluster, measure an endpoint, replay a log of requests."""
+"""`radixfleet`: serve a model or ask it something without a cluster, run a local cluster, measure an endpoint, replay a log of requests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from fleet_cli import __version__, serve
+from fleet_cli import __version__, generate, serve
 
 USAGE = """usage: radixfleet COMMAND [arguments]
 
   serve MODEL   router and workers as plain processes on this machine: no Kubernetes, no root
+  generate      one answer of a model, without a server
   local ...     a real one-node Kubernetes cluster on this machine: up, down, status, logs, kubectl, helm
   replay ...    what would this routing rule and this many workers do with a log of requests?
   bench ...     load on any OpenAI endpoint, and the profile of a worker's step: serve, step
@@ -55,6 +56,7 @@ def _version(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve.main,
+    "generate": generate.main,
     "local": _local,
     "bench": _bench,
     "replay": _replay,
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     command = COMMANDS.get(words[0])
     if command is None:
-        print(f"radixfleet: {words[0]!r} is not a command; one of: serve, local, bench, replay, version", file=sys.stderr)
+        print(f"radixfleet: {words[0]!r} is not a command; one of: {', '.join(c for c in COMMANDS if c[0] != '-')}", file=sys.stderr)
         return 2
     return command(words[1:])
 

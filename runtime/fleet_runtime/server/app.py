@@ -20,9 +20,12 @@ from fleet_contract import names
 from fleet_contract.errors import NOT_FOUND, SERVER, ApiError
 from fleet_contract.logs import facts
 from fleet_runtime.server.access import OPEN_PATHS, parse_origins, with_cors
+from fleet_runtime.server.anthropic_routes import add_anthropic_routes
 from fleet_runtime.server.body import ClientGone
 from fleet_runtime.server.control_routes import add_control_routes
+from fleet_runtime.server.dialects import error_dialect
 from fleet_runtime.server.intake import ERROR_BODY, Intake
+from fleet_runtime.server.ollama_routes import add_ollama_routes
 from fleet_runtime.server.openai_routes import add_openai_routes
 from fleet_runtime.server.openapi import openapi
 from fleet_runtime.server.probe_routes import add_probe_routes
@@ -52,6 +55,8 @@ class Border:
         request_id = accept_request_id(given.decode("latin-1") if given is not None else None)
         request_facts = scope["state"]
         request_facts["request_id"] = request_id
+        if (dialect := error_dialect(scope["path"])) is not None:
+            request_facts[ERROR_BODY] = dialect
         status = 0
 
         async def answer(message: Message) -> None:
@@ -76,7 +81,7 @@ class Border:
 
 
 def _error_response(error: ApiError, facts_of_request: Mapping[str, Any]) -> Response:
-    """In the dialect's shape, if its endpoint left one."""
+    """In the shape of the path's dialect."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
@@ -120,6 +125,8 @@ def create_app(state: HttpState, *, internal: bool) -> ASGIApp:
     app.add_exception_handler(Exception, _on_fault)
     intake = Intake(state, internal=internal)
     add_openai_routes(app, intake)
+    add_anthropic_routes(app, intake)
+    add_ollama_routes(app, intake)
     add_probe_routes(app, state)
     document = msgspec.json.encode(openapi(state.config.served_names, internal=internal))
 
@@ -143,4 +150,5 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         headers = {"allow": allowed}
     else:
         refusal, headers = ApiError(404, f"there is no {path} here; see GET /v1/models and the documentation", type=NOT_FOUND, code="not_found"), {}
-    return Response(refusal.body(request.state.request_id), refusal.status, headers, JSON_TYPE)
+    write = request.scope["state"].get(ERROR_BODY, ApiError.body)
+    return Response(write(refusal, request.state.request_id), refusal.status, headers, JSON_TYPE)

@@ -69,7 +69,7 @@ def embed_admits(job: EmbeddingJob, rid: str, routed: RoutedHeaders, started_at:
 def embedding_answer(job: EmbeddingJob, vectors: list[m.Embedded]) -> bytes:
     """The answer's body. Args: vectors: in the order of the inputs."""
     data = [
-        {"object": "embedding", "index": i, "embedding": _written(e.vector, job.options.encoding_format, normalize=job.options.normalize)}
+        {"object": "embedding", "index": i, "embedding": written_vector(e.vector, job.options.encoding_format, normalize=job.options.normalize)}
         for i, e in enumerate(vectors)
     ]
     tokens = sum(e.prompt_tokens for e in vectors)
@@ -77,7 +77,7 @@ def embedding_answer(job: EmbeddingJob, vectors: list[m.Embedded]) -> bytes:
     return msgspec.json.encode({"object": "list", "data": data, "model": job.options.model, "usage": usage})
 
 
-def _written(vector: bytes, encoding: str, *, normalize: bool) -> str | list[float]:
+def written_vector(vector: bytes, encoding: str, *, normalize: bool) -> str | list[float]:
     """A vector as numbers, or as base64 of little-endian float32. A zero vector stays one."""
     values = np.frombuffer(vector, dtype="<f4")
     if normalize and (length := float(np.linalg.norm(values.astype(np.float64)))) > 0:

@@ -97,12 +97,19 @@ def _parsing(text: TextModel, asked: ToolRequest, inputs: ChatInputs, ids: list[
 async def completion_generation(state: HttpState, request: ReqState, body: dict[str, Any], ids: list[int] | None) -> Generation:
     """Args: ids: as in `chat_generation`. Raises ApiError."""
     options = validate.completion_request(body)
+    made = await read_completion(state, options, ids)
+    of_prompt = -1 if options.prompt_logprobs is None else options.prompt_logprobs
+    return generation(state, request, made, lambda told, answer: CompletionShape(told, answer, echo=options.echo, prompt_logprobs=of_prompt))
+
+
+async def read_completion(state: HttpState, options: CompletionRequest, ids: list[int] | None) -> GenerateRequest:
+    """A checked completion body as the internal request, for this and other dialects. Args: ids: as in `chat_generation`. Raises ApiError."""
     validate.check_model(options.model, state.config.served_names)
     grammar = grammar_of(options)
     prompts = await _prompts(state.ready_text(), options, ids)
     logprobs = -1 if options.logprobs is None else options.logprobs
     of_prompt = -1 if options.prompt_logprobs is None else options.prompt_logprobs
-    made = GenerateRequest(
+    return GenerateRequest(
         model=options.model,
         prompts=prompts,
         max_new=options.max_tokens,
@@ -113,7 +120,6 @@ async def completion_generation(state: HttpState, request: ReqState, body: dict[
         grammar=grammar,
         **_shared(options),
     )
-    return generation(state, request, made, lambda told, answer: CompletionShape(told, answer, echo=options.echo, prompt_logprobs=of_prompt))
 
 
 def generation(state: HttpState, request: ReqState, made: GenerateRequest, shape: Any) -> Generation:

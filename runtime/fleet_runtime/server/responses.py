@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -234,9 +235,17 @@ class GenerationResponse(AdmittedResponse):
 class EmbeddingResponse(AdmittedResponse):
     """One vector per input; a few inputs are with the scheduler at once."""
 
-    def __init__(self, state: HttpState, request: ReqState, job: EmbeddingJob) -> None:
+    def __init__(
+        self,
+        state: HttpState,
+        request: ReqState,
+        job: EmbeddingJob,
+        write: Callable[[EmbeddingJob, list[m.Embedded]], bytes] = embedding_answer,
+    ) -> None:
+        """Args: write: the answer's body in the request's dialect."""
         super().__init__(state, request)
         self._job = job
+        self._write = write
         self._vectors: dict[int, m.Embedded] = {}
 
     async def _run(self, send: Send) -> None:
@@ -249,7 +258,7 @@ class EmbeddingResponse(AdmittedResponse):
             self._vectors.update((item.index, item) for item in new)
             self._state.manager.admit(request, waiting[at : at + len(new)])
             at += len(new)
-        await self._send_whole(200, embedding_answer(self._job, [self._vectors[i] for i in range(total)]), send)
+        await self._send_whole(200, self._write(self._job, [self._vectors[i] for i in range(total)]), send)
 
     def _usage(self) -> Usage:
         done = self._vectors.values()

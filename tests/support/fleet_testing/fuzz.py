@@ -29,6 +29,13 @@ _TEXT: Final = {"role": "user", "content": "hi"}
 _TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
 _FORCED: Final = {"type": "function", "function": {"name": "f"}}
 _FORMAT: Final = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+_CALLED: Final[list[dict[str, Any]]] = [
+    _TEXT,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}]}]},
+]
+_LOCAL: Final = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "b"}}}]}
+_MESSAGES: Final = "/v1/messages"
 _CHAT: Final = "/v1/chat/completions"
 _COMP: Final = "/v1/completions"
 SEEDS: Final[list[tuple[str, dict[str, Any]]]] = [
@@ -48,6 +55,19 @@ SEEDS: Final[list[tuple[str, dict[str, Any]]]] = [
     ("/tokenize", {"messages": [_TEXT], "tools": [_TOOL], "add_generation_prompt": False}),
     ("/tokenize", {"prompt": "hi", "return_token_strs": True}),
     ("/detokenize", {"tokens": [1, 2, 256], "skip_special_tokens": True}),
+    (_MESSAGES, {"max_tokens": 4, "messages": [_TEXT], "system": [{"type": "text", "text": "s"}], "stop_sequences": ["a"], "stream": True}),
+    (
+        _MESSAGES,
+        {"max_tokens": 4, "messages": _CALLED, "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}},
+    ),
+    (_MESSAGES, {"max_tokens": 4, "messages": [_TEXT], "thinking": {"type": "adaptive"}, "top_k": 3, "temperature": 0.5}),
+    (_MESSAGES + "/count_tokens", {"messages": [_TEXT], "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+    ("/api/chat", {"messages": [_TEXT], "options": {"num_predict": 4, "stop": ["a"], "repeat_penalty": 1.1}, "format": {"type": "object"}}),
+    ("/api/chat", {"messages": [_TEXT, _LOCAL, {"role": "tool", "content": "x", "tool_name": "f"}], "tools": [_TOOL], "options": {"num_predict": 4}}),
+    ("/api/generate", {"prompt": "hi", "system": "s", "options": {"num_predict": 4}, "logprobs": True, "stream": False}),
+    ("/api/generate", {"prompt": "hi", "raw": True, "options": {"num_predict": 4, "seed": 1}, "think": None}),
+    ("/api/embed", {"input": ["a", "b"], "truncate": False}),
+    ("/api/show", {"model": "tiny", "verbose": True}),
 ]
 _NASTY: Final[list[Any]] = [
     None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, -1e308, 2**31, 2**32, 2**63, 2**64, 10**30, "", "a", "\x00", "\ud7ff", "😀" * 50, "x" * 5000,
@@ -58,6 +78,7 @@ _NAMES: Final = (
     "model messages prompt input tools tool_choice stream stream_options n best_of max_tokens max_completion_tokens min_tokens temperature top_p"
     " top_k min_p stop stop_token_ids logit_bias logprobs top_logprobs prompt_logprobs echo suffix seed user response_format structured_outputs"
     " guided_json guided_regex guided_grammar guided_choice presence_penalty frequency_penalty repetition_penalty ignore_eos cache_salt priority"
+    " system stop_sequences thinking metadata options format think raw template images keep_alive"
     " skip_special_tokens include_stop_str_in_output continue_final_message add_generation_prompt chat_template_kwargs bootstrap_room rid nosuch"
 ).split()
 
@@ -121,12 +142,17 @@ def storm(runtime: Runtime, bodies: int, seed: int) -> Counter[int]:
                 answer = client.post(path, content=data)
                 statuses[answer.status_code] += 1
                 good = 200 <= answer.status_code < 300 and b'"error"' not in answer.content[-300:]
-                refused = 400 <= answer.status_code < 500 and bool(answer.json()["error"]["message"]) and len(answer.content) < 4096
+                refused = 400 <= answer.status_code < 500 and bool(_message(answer.json()["error"])) and len(answer.content) < 4096
                 assert good or refused, f"{path} {data[:2000]!r} -> {answer.status_code} {answer.text[:500]}"
         return statuses
 
     with ThreadPoolExecutor(4) as pool:
         return sum(pool.map(some, range(4)), Counter[int]())
+
+
+def _message(error: Any) -> Any:
+    """Of an error's inner part: Ollama's is the message itself."""
+    return error if isinstance(error, str) else error["message"]
 
 
 def schemathesis(runtime: Runtime, folder: str, bodies: int, seed: int) -> int:

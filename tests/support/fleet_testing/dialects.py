@@ -1,0 +1,5 @@
+"""What the tests of the API dialects share."""
+
+from __future__ import annotations
+
+KEY = "a-key-of-the-tests"  # of the runtime that computes
