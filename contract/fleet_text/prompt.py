@@ -23,6 +23,8 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from fleet_text.bounds import PromptTooLong as PromptTooLong  # callers get it from here
+from fleet_text.bounds import longest_token
 from fleet_text.chat import ChatInputs, normalised
 from fleet_text.chat import PromptError as PromptError  # callers get it from here
 
@@ -46,6 +48,7 @@ class PromptEncoder:
             self.tokenizer: Tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as e:  # the library raises bare Exception
             raise TokenizerFilesError(f"tokenizer.json cannot be read: {e}") from e
+        self._longest = longest_token(json.loads(files["tokenizer.json"]))
         config = _json_object(files, "tokenizer_config.json")
         generation = _json_object(files, "generation_config.json")
         model = _json_object(files, "config.json")
@@ -118,17 +121,22 @@ class PromptEncoder:
             raise PromptError(f"the model's chat template refuses these messages: {e}{where}") from e
         return text if chat.continued is None else _cut_at(text, mark, chat)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. A rendered chat already holds its special tokens: pass False there."""
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """Token ids of a text. A rendered chat already holds its special tokens: pass False there.
+
+        Raises PromptTooLong when it can be told without tokenizing that there are more than `limit`; fewer than that may still be too many.
+        """
+        if limit is not None and self._longest and (least := -(-len(text) // self._longest)) > limit:
+            raise PromptTooLong(least)
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render and encode plain messages. Raises PromptError."""
         return self.encode(self.render(messages), add_special_tokens=False)
 
-    def encode_inputs(self, chat: ChatInputs) -> list[int]:
-        """Render and encode what `chat_inputs` made of a body. Raises PromptError."""
-        return self.encode(self.render_chat(chat), add_special_tokens=False)
+    def encode_inputs(self, chat: ChatInputs, limit: int | None = None) -> list[int]:
+        """Render and encode what `chat_inputs` made of a body. Raises PromptError, PromptTooLong."""
+        return self.encode(self.render_chat(chat), add_special_tokens=False, limit=limit)
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         """All ids that end an answer: generation config, model config, tokenizer."""

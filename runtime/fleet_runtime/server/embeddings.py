@@ -34,7 +34,7 @@ async def read_embedding(state: HttpState, body: dict[str, Any]) -> EmbeddingJob
     options = validate.embedding_request(body)
     validate.check_model(options.model, state.config.served_names)
     text, context = state.ready_text(), state.flags.context_length
-    prompts = await encode_inputs(text, options.input, "input", add_special_tokens=options.add_special_tokens)
+    prompts = await encode_inputs(text, options.input, "input", add_special_tokens=options.add_special_tokens, context=context)
     for prompt in prompts:
         if not prompt.ids:
             raise ApiError(400, f"{prompt.name} has no tokens; at least one is needed", param=prompt.name)

@@ -26,6 +26,7 @@ from fleet_runtime.server.parsing.registry import NONE
 from fleet_runtime.server.parsing.tools import ToolRequest, forced_schema, tool_request
 from fleet_runtime.server.shape import Shape, Told
 from fleet_runtime.server.state import HttpState, TextModel
+from fleet_text.bounds import PromptTooLong
 from fleet_text.chat import ChatInputs, PromptError, chat_inputs
 
 COMPLETION_DEFAULT_TOKENS: Final = 16  # OpenAI's default of /v1/completions
@@ -69,7 +70,7 @@ async def read_chat(state: HttpState, body: dict[str, Any], ids: list[int] | Non
         grammar = schema_grammar(schema, "tools")
     inputs = read_inputs(body)
     if ids is None:
-        ids = await encode_chat(text, inputs)
+        ids = await encode_chat(text, inputs, context=state.flags.context_length)
     make_parser, thinks = _parsing(text, asked, inputs, ids)
     if grammar is not None and thinks:
         grammar = msgspec.structs.replace(grammar, after_ids=text.think_end_ids)
@@ -106,7 +107,7 @@ async def read_completion(state: HttpState, options: CompletionRequest, ids: lis
     """A checked completion body as the internal request, for this and other dialects. Args: ids: as in `chat_generation`. Raises ApiError."""
     validate.check_model(options.model, state.config.served_names)
     grammar = grammar_of(options)
-    prompts = await _prompts(state.ready_text(), options, ids)
+    prompts = await _prompts(state.ready_text(), options, ids, state.flags.context_length)
     logprobs = -1 if options.logprobs is None else options.logprobs
     of_prompt = -1 if options.prompt_logprobs is None else options.prompt_logprobs
     return GenerateRequest(
@@ -174,28 +175,44 @@ def read_inputs(body: dict[str, Any]) -> ChatInputs:
         raise ApiError(400, str(e)[:1000], param=e.param) from e
 
 
-async def encode_chat(text: TextModel, inputs: ChatInputs) -> list[int]:
-    """Template and tokenizer, in a thread when it may take long. Raises ApiError 400."""
+async def encode_chat(text: TextModel, inputs: ChatInputs, *, context: int | None = None) -> list[int]:
+    """Template and tokenizer, in a thread when it may take long. Args: context: as in `encode_text`. Raises ApiError 400."""
     size = sum(len(str(message.get("content", ""))) for message in inputs.messages)
     try:
         if size > _THREAD_ABOVE_CHARS or len(inputs.messages) > 100 or inputs.tools:
-            return await asyncio.to_thread(text.encoder.encode_inputs, inputs)
-        return text.encoder.encode_inputs(inputs)
+            return await asyncio.to_thread(text.encoder.encode_inputs, inputs, context)
+        return text.encoder.encode_inputs(inputs, context)
+    except PromptTooLong as e:
+        raise _too_long(e, context, "messages") from e
     except PromptError as e:
         raise ApiError(400, str(e)[:1000], param=e.param) from e
 
 
-async def encode_text(text: TextModel, prompt: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text, in a thread when it is long."""
-    if len(prompt) > _THREAD_ABOVE_CHARS:
-        return await asyncio.to_thread(text.encoder.encode, prompt, add_special_tokens=add_special_tokens)
-    return text.encoder.encode(prompt, add_special_tokens=add_special_tokens)
+async def encode_text(text: TextModel, prompt: str, *, add_special_tokens: bool, context: int | None = None, name: str = "prompt") -> list[int]:
+    """Token ids of a text, in a thread when it is long.
+
+    Args: context: a text that surely has more tokens is refused before it is tokenized. Raises ApiError 400.
+    """
+    try:
+        if len(prompt) > _THREAD_ABOVE_CHARS:
+            return await asyncio.to_thread(text.encoder.encode, prompt, add_special_tokens=add_special_tokens, limit=context)
+        return text.encoder.encode(prompt, add_special_tokens=add_special_tokens, limit=context)
+    except PromptTooLong as e:
+        raise _too_long(e, context, name) from e
 
 
-async def encode_inputs(text: TextModel, given: Any, name: str, *, add_special_tokens: bool) -> list[Prompt]:
-    """A text, a list of ids, a list of texts or a list of lists of ids, as prompts. Raises ApiError 400 for an empty list."""
+def _too_long(error: PromptTooLong, context: int | None, name: str) -> ApiError:
+    message = f"the prompt has at least {error.least} tokens, but the context is {context} tokens, prompt and answer together; shorten the prompt"
+    return ApiError(400, message, code="context_length_exceeded", param=name)
+
+
+async def encode_inputs(text: TextModel, given: Any, name: str, *, add_special_tokens: bool, context: int | None = None) -> list[Prompt]:
+    """A text, a list of ids, a list of texts or a list of lists of ids, as prompts. Args: context: as in `encode_text`, of a single text.
+
+    Raises ApiError 400, also for an empty list.
+    """
     if isinstance(given, str):
-        return [Prompt(await encode_text(text, given, add_special_tokens=add_special_tokens), name, given)]
+        return [Prompt(await encode_text(text, given, add_special_tokens=add_special_tokens, context=context, name=name), name, given)]
     if not given:
         raise ApiError(400, f"{name} is an empty list; at least one token id or text is needed", param=name)
     if isinstance(given[0], int):
@@ -216,12 +233,12 @@ async def _encode_texts(text: TextModel, texts: list[str], *, add_special_tokens
     return await asyncio.to_thread(encode) if sum(map(len, texts)) > _THREAD_ABOVE_CHARS or len(texts) > 100 else encode()
 
 
-async def _prompts(text: TextModel, options: CompletionRequest, ids: list[int] | None) -> list[Prompt]:
+async def _prompts(text: TextModel, options: CompletionRequest, ids: list[int] | None, context: int) -> list[Prompt]:
     if ids is not None:
         given = options.prompt
         only = given if isinstance(given, str) else given[0] if len(given) == 1 and isinstance(given[0], str) else None
         return [Prompt(ids, "prompt", only)]
-    return await encode_inputs(text, options.prompt, "prompt", add_special_tokens=options.add_special_tokens)
+    return await encode_inputs(text, options.prompt, "prompt", add_special_tokens=options.add_special_tokens, context=context)
 
 
 def check_leg(state: HttpState, request: ReqState) -> None:
