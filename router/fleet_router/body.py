@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import chain_hashes
+from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_router.decide.index import STRIDE
 from fleet_text.chat import CHAT_FIELDS, PromptError, chat_inputs
 from fleet_text.prompt import PromptEncoder
@@ -78,13 +78,13 @@ def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed
     return Parsed(path, model, _scalar(fields, "stream") is True, answer, fields, body)
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, namespace: int) -> Prompt:
+async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str) -> Prompt:
     """Token ids and keys of the prompt.
 
     Args:
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
-        namespace: of `fleet_contract.prefix.namespace_hash`.
+        model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
@@ -92,13 +92,14 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, namespace: 
     if encoder is None or parsed.path == TOKENIZE:
         return estimate
     if len(parsed.body) > INLINE_BYTES:
-        return await asyncio.to_thread(_encode, parsed, encoder, namespace) or estimate
-    return _encode(parsed, encoder, namespace) or estimate
+        return await asyncio.to_thread(_encode, parsed, encoder, model_revision) or estimate
+    return _encode(parsed, encoder, model_revision) or estimate
 
 
-def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | None:
-    n = _scalar(parsed.fields, "n")
-    n = n if type(n) is int and 1 <= n <= MAX_CHOICES else 1
+def _encode(parsed: Parsed, encoder: PromptEncoder, model_revision: str) -> Prompt | None:
+    n = max(_count(parsed.fields, "n"), _count(parsed.fields, "best_of"))  # the runtime computes all of best_of
+    salt = _scalar(parsed.fields, "cache_salt")
+    namespace = namespace_hash(model_revision, salt=salt if isinstance(salt, str) else "")
     try:
         if parsed.path == CHAT:
             fields = parsed.fields
@@ -107,9 +108,9 @@ def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | 
             prompt = _any.decode(parsed.fields["prompt"])
             if isinstance(prompt, str):
                 ids = encoder.encode(prompt, add_special_tokens=True)
-            elif isinstance(prompt, list) and prompt and all(type(t) is int and 0 <= t < 2**32 for t in prompt):
+            elif _is_ids(prompt):
                 ids = prompt
-            elif isinstance(prompt, list) and 0 < len(prompt) <= MAX_CHOICES and all(isinstance(t, str) for t in prompt):
+            elif isinstance(prompt, list) and 0 < len(prompt) <= MAX_CHOICES and all(isinstance(t, str) or _is_ids(t) for t in prompt):
                 return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, len(prompt) * n))
             else:
                 return None
@@ -118,6 +119,16 @@ def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int) -> Prompt | 
     if not ids:
         return None
     return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)[STRIDE - 1 :: STRIDE]), n)
+
+
+def _count(fields: dict[str, msgspec.Raw], name: str) -> int:
+    """A number of choices; 1 for what the runtime will refuse."""
+    value = _scalar(fields, name)
+    return value if type(value) is int and 1 <= value <= MAX_CHOICES else 1
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(t) is int and 0 <= t < 2**32 for t in prompt)
 
 
 def _scalar(fields: dict[str, msgspec.Raw], name: str) -> Any:

@@ -7,7 +7,6 @@ import logging
 from typing import Final
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import namespace_hash
 from fleet_router.http_client import Pool, fetch
 from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError
 
@@ -23,12 +22,12 @@ class Encoders:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._ready: dict[str, tuple[PromptEncoder, int]] = {}
+        self._ready: dict[str, PromptEncoder] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def get(self, model_revision: str) -> tuple[PromptEncoder | None, int]:
-        """The encoder, or None while it is not here, and the namespace of its prefix keys."""
-        return self._ready.get(model_revision, (None, 0))
+    def get(self, model_revision: str) -> PromptEncoder | None:
+        """The encoder, or None while it is not here."""
+        return self._ready.get(model_revision)
 
     def want(self, model_revision: str, host: str, port: int) -> None:
         """A worker of this revision is ready: its tokenizer will be fetched unless it is here."""
@@ -56,5 +55,5 @@ class Encoders:
             return
         while len(self._ready) >= MAX_KEPT:
             self._ready.pop(next(iter(self._ready)))
-        self._ready[model_revision] = (encoder, namespace_hash(model_revision))
+        self._ready[model_revision] = encoder
         log.info("tokenizer of model revision %s is here", model_revision)

@@ -198,8 +198,7 @@ class DataService:
                 model_revision = self._model_revision(service, revision)
                 prompt = prompts.get(model_revision)
                 if prompt is None:
-                    encoder, namespace = self.encoders.get(model_revision)
-                    prompt = await read_prompt(parsed, encoder, namespace)
+                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
                     prompts[model_revision] = prompt
                 want = Want(
                     service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys, excluded,
@@ -317,8 +316,8 @@ class DataService:
         revision = self.brain.choose_revision(service)
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
-        encoder, namespace = self.encoders.get(self._model_revision(service, revision))
-        prompt = await read_prompt(parsed, encoder, namespace)
+        model_revision = self._model_revision(service, revision)
+        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
         decision = self.brain.explain(Want(service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys))
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)

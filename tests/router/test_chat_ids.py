@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fleet_router.body import CHAT, parse_body, read_prompt
+from fleet_router.body import CHAT, COMPLETIONS, parse_body, read_prompt
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -18,6 +18,7 @@ TEMPLATE = """\
 {% if add_generation_prompt %}<assistant>{% endif %}{{ 'quick' if enable_thinking is defined and not enable_thinking }}"""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "number", "minimum": 1e-7}}}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1.50, "s": "é\\u00e9"}'}}
+REV = "00112233445566aa"
 USER = {"role": "user", "content": "Grüße 😀"}
 
 
@@ -45,7 +46,7 @@ def encoder() -> PromptEncoder:
 )  # fmt: skip
 async def test_router_and_runtime_make_the_same_ids(encoder: PromptEncoder, body: dict[str, Any]) -> None:
     data = json.dumps({"model": "m", **body, "temperature": 1, "metadata": {"a": "b"}}).encode()
-    prompt = await read_prompt(parse_body(CHAT, data), encoder, 1)
+    prompt = await read_prompt(parse_body(CHAT, data), encoder, REV)
     assert prompt.ids == encoder.encode_inputs(chat_inputs(json.loads(data)))
     assert prompt.ids is not None and prompt.tokens == len(prompt.ids)
 
@@ -53,7 +54,8 @@ async def test_router_and_runtime_make_the_same_ids(encoder: PromptEncoder, body
 async def test_what_only_the_tools_change_changes_the_keys(encoder: PromptEncoder) -> None:
     other = json.loads(json.dumps(TOOL).replace("number", "string"))
     prompts = [
-        await read_prompt(parse_body(CHAT, json.dumps({"model": "m", "messages": [USER], "tools": [t]}).encode()), encoder, 1) for t in (TOOL, other)
+        await read_prompt(parse_body(CHAT, json.dumps({"model": "m", "messages": [USER], "tools": [t]}).encode()), encoder, REV)
+        for t in (TOOL, other)
     ]
     assert prompts[0].keys[-1] != prompts[1].keys[-1]
 
@@ -69,10 +71,31 @@ async def test_what_only_the_tools_change_changes_the_keys(encoder: PromptEncode
     ],
 )
 async def test_what_the_router_cannot_render_goes_to_the_runtime_as_it_is(encoder: PromptEncoder, body: bytes) -> None:
-    prompt = await read_prompt(parse_body(CHAT, body), encoder, 1)
+    prompt = await read_prompt(parse_body(CHAT, body), encoder, REV)
     assert prompt.ids is None and prompt.tokens > 0
 
 
 def test_the_prompt_code_of_the_edge_loads_no_pydantic() -> None:
     code = "import sys, fleet_router.body, fleet_text.prompt; sys.exit(any(m in sys.modules for m in ('pydantic', 'fastapi', 'httpx', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"prompt": "a", "n": 3}, 3), ({"prompt": ["a", "b"], "n": 2}, 4), ({"prompt": [[1, 2], [3]]}, 2), ({"prompt": [1, 2]}, 1),
+        ({"prompt": "a", "n": 2, "best_of": 5}, 5), ({"prompt": "a", "n": "x"}, 1),
+    ],
+)  # fmt: skip
+async def test_a_pair_gets_a_room_for_every_choice_that_is_computed(encoder: PromptEncoder, fields: dict[str, object], choices: int) -> None:
+    prompt = await read_prompt(parse_body(COMPLETIONS, json.dumps({"model": "m", **fields}).encode()), encoder, REV)
+    assert prompt.choices == choices
+
+
+async def test_salts_and_revisions_share_no_key(encoder: PromptEncoder) -> None:
+    async def keys(revision: str, **fields: str) -> set[int]:
+        body = json.dumps({"model": "m", "prompt": "word " * 100, **fields}).encode()
+        return set((await read_prompt(parse_body(COMPLETIONS, body), encoder, revision)).keys)
+
+    plain, salted, other = await keys(REV), await keys(REV, cache_salt="a"), await keys("f" * 16)
+    assert plain and not plain & salted and not plain & other and plain == await keys(REV)
