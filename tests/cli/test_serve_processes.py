@@ -50,7 +50,7 @@ def wait_gone(processes: list[psutil.Process], *, within_s: float) -> None:
 
 
 def ask(url: str, text: str = "Hello there, how are you?") -> dict[str, object]:
-    body = {"model": "simulated", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+    body = {"model": "simulated", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, "seed": 7}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
     assert answer.status_code == 200, answer.text
     return answer.json()  # type: ignore[no-any-return]

@@ -9,12 +9,12 @@ Choices are numbered prompt by prompt: choice `c` of prompt `p` has the index `p
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from fleet_contract.errors import ApiError
 from fleet_contract.openai import MAX_CHOICES
@@ -127,7 +127,8 @@ def plan(request: GenerateRequest, worker: Worker, rid: str, routed: RoutedHeade
         raise ApiError(400, f"the request has {request.choices} choices but {len(routed.rooms)} rooms; one room a choice", code="bad_rooms")
     check_ids(request.stop.ids, worker.vocab_size, "stop_token_ids")
     check_ids(request.sampling.logit_bias, worker.vocab_size, "logit_bias", keys=True)
-    minted = secrets.randbits(_MINTED_SEED_BITS)
+    # Of the rid, which both legs of a pair have: the seed that decode's http tells is the one that prefill drew with.
+    minted = xxh3_64_intdigest(rid.encode()) >> (64 - _MINTED_SEED_BITS)
     out: list[m.Admit] = []
     for prompt in request.prompts:
         if not prompt.ids:

@@ -121,7 +121,7 @@ def test_a_client_that_leaves_gives_its_pages_back(worker: Runtime) -> None:
 
 @pytest.mark.case("C89")
 def test_probes_are_answered_in_time_under_long_prompts_and_large_bodies(tmp_path: Path) -> None:
-    """Every probe within the kubelet's limit of a second. Seen red with the texts tokenized on the event loop instead of in a thread."""
+    """No probe later than two seconds (the kubelet waits five), also on a busy machine. Seen red with every text tokenized, on the event loop."""
     flags = ("--context-length=8192", f"--kv-cache-memory={64 << 20}", "--simulated-prefill-tokens-per-s=20000")
     with Runtime(tmp_path, *flags) as runtime:
         runtime.wait_ready()
@@ -135,13 +135,13 @@ def test_probes_are_answered_in_time_under_long_prompts_and_large_bodies(tmp_pat
                         begin = time.monotonic()
                         status = client.get(runtime.internal + path).status_code
                         took = time.monotonic() - begin
-                        late.extend([took] if took > 1.0 or status != 200 else [])
+                        late.extend([took] if took > 2.0 or status != 200 else [])
                         asked += 1
             return asked
 
         with ThreadPoolExecutor(36) as pool:
             probing = pool.submit(probe)
-            bodies = [chat(chr(97 + n % 26) * 8000, max_tokens=4) for n in range(30)] + [chat("word " * 400_000, max_tokens=4)] * 2
+            bodies = [chat(chr(97 + n % 26) * 8000, max_tokens=4) for n in range(30)] + [chat("word " * 800_000, max_tokens=4)] * 2
             answers = list(pool.map(lambda body: httpx.post(runtime.data + CHAT, json=body, timeout=120).status_code, bodies))
             stop.set()
             assert answers == [200] * 30 + [400] * 2  # the large ones are over the context

@@ -59,9 +59,16 @@ def test_both_legs_make_one_answer_and_decode_computes_no_prompt(pair: tuple[Run
     assert decode.json()["usage"]["completion_tokens"] == 12
     assert pair[1].metrics()["radixfleet_runtime_prefilled_tokens_total"] == 0, "not even to warm up"
     assert pair[0].metrics()["radixfleet_runtime_prefilled_tokens_total"] > 0
-    again = ask(pair)[1].json()
+    again = ask(pair, seed=decode.json()["choices"][0]["seed"])[1].json()
     assert again["choices"] == decode.json()["choices"]
     wait_for(lambda: idle(pair[0]) and idle(pair[1]), "all pages are back")
+
+
+def test_the_seed_that_a_pair_tells_gives_the_same_answer_again(pair: tuple[Runtime, Runtime]) -> None:
+    """Both legs mint the same one: prefill draws the first token, decode the others."""
+    first = ask(pair, temperature=1, n=1)[1].json()["choices"][0]
+    assert ask(pair, temperature=1, seed=first["seed"])[1].json()["choices"][0] == first
+    assert ask(pair, temperature=1)[1].json()["choices"][0]["text"] != first["text"]
 
 
 def test_16_pairs_at_once_end_well(pair: tuple[Runtime, Runtime]) -> None:
