@@ -149,7 +149,7 @@ BAD: list[tuple[str, bytes, int, str]] = [
     ("max_tokens huge", b'{"model": "M", "messages": [{"role": "user", "content": "x"}], "max_tokens": 99999999}', 400, ""),
     ("temperature", b'{"model": "M", "messages": [{"role": "user", "content": "x"}], "temperature": 9}', 400, ""),
     ("top_p", b'{"model": "M", "messages": [{"role": "user", "content": "x"}], "top_p": 0}', 400, ""),
-    ("unsupported", b'{"model": "M", "messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 5}}', 400, ""),
+    ("unsupported", b'{"model": "M", "messages": [{"role": "user", "content": "x"}], "suffix": "x"}', 400, ""),
     ("too long", b'{"model": "M", "messages": [{"role": "user", "content": "' + b"word " * 3000 + b'"}]}', 400, "context_length_exceeded"),
 ]
 

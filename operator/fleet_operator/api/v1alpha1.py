@@ -315,10 +315,10 @@ class EngineSpec(Model):
         default=None, description="Longest prompt plus answer, in tokens; default 4096."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Type of weights and KV; auto (the default) is float32 on a CPU."
+        default=None, description="Type of weights and KV; auto (the default) is bfloat16 with the native executor, else float32."
     )
     kv_cache: KvCacheSpec | None = Field(default=None, description="The KV cache of each worker.")
-    args: dict[str, Annotated[str, Field(max_length=64)]] | None = Field(
+    args: dict[str, Annotated[str, Field(max_length=256)]] | None = Field(
         default=None,
         description="Other flags of radixfleet-runtime, without the dashes in front; values are strings, so quote numbers."
         f" Allowed: {', '.join(USER_FLAGS)}.",
@@ -329,7 +329,7 @@ class EngineSpec(Model):
                 expression=f"'engine.args names a flag that does not exist: ' + self.filter(k, !(k in {_FLAG_LIST}))[0]"
                 f" + '; allowed: {', '.join(USER_FLAGS)}'",
             ),
-            maxProperties=32,
+            maxProperties=64,
         ),
     )
 
