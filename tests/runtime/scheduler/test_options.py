@@ -156,6 +156,20 @@ def test_a_grammar_that_does_not_compile_in_time_is_refused_and_remembered() -> 
     assert [(r, e) for r, e in grammars.poll()] == [(waiting, None)] and waiting.grammar is not None
 
 
+def test_a_grammar_that_came_too_late_is_good_the_next_time_even_if_no_other_was_asked_for() -> None:
+    """The first one pays for the tokenizer, too. Seen red with a `poll` that looked at nothing while no request waited: refused for ever."""
+    clock, jobs = Clock(), list[object]()
+    grammars = _grammars(clock, jobs)
+    slow = m.Grammar("regex", "slow")
+    assert grammars.start(_request(1, slow)) is None
+    clock.advance(5)
+    assert grammars.poll()[0][1] is not None and not grammars.waiting
+    jobs[0]()  # type: ignore[operator]
+    assert grammars.poll() == []
+    assert grammars.start(second := _request(2, slow)) is None
+    assert grammars.poll() == [(second, None)] and len(jobs) == 1
+
+
 def test_grammars_compile_beside_the_loop() -> None:
     """The loop goes on while a compilation takes as long as it likes."""
     clock, go, woken = Clock(), threading.Event(), threading.Event()
