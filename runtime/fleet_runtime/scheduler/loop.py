@@ -200,11 +200,11 @@ class Scheduler:
             return
         with self.book.border(request):
             if (error := self._refusal(request)) is not None:
-                self._refuse(request, error)
+                self.book.refuse(request, error)
             elif message.grammar is None:
                 self._start(request)
             elif (error := self.book.grammars.start(request)) is not None:
-                self._refuse(request, error)
+                self.book.refuse(request, error)
             else:
                 self.book.place(request, State.COMPILING)
 
@@ -232,7 +232,7 @@ class Scheduler:
                 continue
             with self.book.border(request):
                 if error is not None:
-                    self._refuse(request, error)
+                    self.book.refuse(request, error)
                 else:
                     self._start(request)
 
@@ -243,13 +243,6 @@ class Scheduler:
         else:
             self._start_leg(request)
 
-    def _refuse(self, request: Request, error: ApiError) -> None:
-        """Fails a request at entry. The other leg of a pair must hear of it, or it would wait."""
-        admit = request.admit
-        self.book.fail(request, error)
-        if self._transfer is not None and request.kind is not Kind.PLAIN:
-            self._transfer.reject(admit.room, admit.leg, admit.bootstrap, admit.prefill_incarnation, error)
-
     def _start_leg(self, request: Request) -> None:
         if not 0 < request.admit.room < 2**63:
             text = f"room {request.admit.room} is no room; a number from 1 to 2**63 - 1 is allowed (0 names the connection itself)"
@@ -258,7 +251,7 @@ class Scheduler:
         legs = self._prefill_legs if request.kind is Kind.PREFILL else self._decode_legs
         if legs is None:
             text = f"this worker's role is {self._flags.role}; it serves no {request.kind.value} leg"
-            self._refuse(request, ApiError(400, text, code="wrong_role"))
+            self.book.refuse(request, ApiError(400, text, code="wrong_role"))
         else:
             legs.start(request)
 
