@@ -214,15 +214,17 @@ class Scheduler:
         if request.admit.embed and not self.executor.hidden_size:
             return ApiError(400, "this worker's executor gives no embeddings", code="no_embeddings")
         book = self.book
+        # What waits of the same request does not count: else one of many choices could never enter, and another would be let in by halves.
+        own = [r for key in book.by_rid[request.admit.rid] if (r := book.requests[key]).lease is None]
         return refusal(
             book.capacity,
             request.kind,
             prompt_tokens=request.prompt_tokens,
             max_new=request.admit.max_new,
             pages=request.total_pages,
-            waiting=book.waiting - 1,
+            waiting=book.waiting - len(own),
             max_queue=self._flags.max_queue,
-            waiting_tokens=book.waiting_tokens - request.prompt_tokens,
+            waiting_tokens=book.waiting_tokens - sum(r.prompt_tokens for r in own),
             max_queue_tokens=self._flags.max_queue_tokens,
         )
 

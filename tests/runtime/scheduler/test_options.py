@@ -342,6 +342,25 @@ def test_the_queue_has_a_limit_of_tokens_but_takes_one_prompt_of_any_length() ->
     assert running.end == first.end == "length"
 
 
+@pytest.mark.parametrize("limit", [{"max_queue": 3}, {"max_queue_tokens": 50}])
+def test_the_choices_of_one_request_enter_all_or_none(limit: dict[str, int]) -> None:
+    """Seen red with a limit that counts a request's own choices: one of more choices than --max-queue was told to try again, for ever."""
+    worker = FakeWorker(max_rows=1, **limit)
+    running = worker.admit(rid_of(0), prompt(20), 30)
+    worker.scheduler.iterate()
+
+    def ask(n: int) -> list[Answer]:
+        for index in range(6):
+            worker.scheduler.handle(admit(rid_of(n), prompt(20, seed=n), 3, index=index))
+        return [worker.inbox.of(rid_of(n), index) for index in range(6)]
+
+    many, more = ask(1), ask(2)
+    assert all((a.failed.status, a.failed.code) == (429, "queue_full") for a in more)
+    worker.run()
+    assert running.end == "length" and all(a.ids == expected(prompt(20, seed=1), 3) for a in many)
+    worker.assert_idle()
+
+
 def test_namespaces_share_no_prefix() -> None:
     worker = FakeWorker()
     ids = prompt(64)
