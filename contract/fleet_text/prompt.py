@@ -145,7 +145,7 @@ class PromptEncoder:
             found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
         if (text := self.special_tokens.get("eos_token")) is not None and (token := self.tokenizer.token_to_id(text)) is not None:
             found.append(token)
-        return tuple(sorted(set(found)))
+        return tuple(sorted({token for token in found if token >= 0}))  # some configs say -1 for none
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

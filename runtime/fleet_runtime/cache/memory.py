@@ -65,6 +65,7 @@ class KvMemory:
         self._landed = 0
         self._aside: deque[tuple[int, list[int]]] = deque()  # freed while step n was the last launched; still counted as a request's
         self._aside_count = 0
+        self._lost: list[int] = []  # nobody gets them any more: `start_anew`
 
     @property
     def num_pages(self) -> int:
@@ -196,7 +197,8 @@ class KvMemory:
         """Makes owners, locks and promises anew, from the leases and the tree's nodes. Called by the self-check, when no step is out. Raises
         AssertionError where a page has two owners."""
         live = list(leases)
-        owner = dict.fromkeys((p for node in self.tree.nodes() for p in node.pages), owners.TREE)
+        owner = dict.fromkeys(self._lost, owners.REQUEST)
+        owner |= dict.fromkeys((p for node in self.tree.nodes() for p in node.pages), owners.TREE)
         for lease in live:
             for page in lease.own_pages():
                 assert page not in owner, f"page {page} has two owners"
@@ -206,12 +208,11 @@ class KvMemory:
         self.promised = sum(lease.promised for lease in live)
 
     def start_anew(self, lost: Sequence[int]) -> None:
-        """An empty tree and free pages, but for `lost` ones, which nobody gets any more. No lease may live."""
+        """An empty tree and free pages, but for `lost` ones, now and before, which nobody gets any more. No lease may live."""
         self.tree.reset()
         self.promised = 0
-        self._take_owners(dict.fromkeys(lost, owners.REQUEST))
-        self._aside.append((1 << 62, list(lost)))  # never lands
-        self._aside_count = len(lost)
+        self._lost = list(dict.fromkeys([*self._lost, *lost]))
+        self._take_owners(dict.fromkeys(self._lost, owners.REQUEST))
 
     def _take_owners(self, owner: dict[int, int]) -> None:
         self._aside.clear()
@@ -227,7 +228,7 @@ class KvMemory:
         own = sum(lease.count - lease.shared for lease in live)
         counts = [self.pages.count(owner) for owner in (owners.FREE, owners.TREE, owners.REQUEST)]
         assert sum(counts) == self.pages.num_pages, f"{counts} pages are not {self.pages.num_pages}"
-        assert own + self._aside_count == self.pages.count(owners.REQUEST), "a page belongs to no live request"
+        assert own + self._aside_count + len(self._lost) == self.pages.count(owners.REQUEST), "a page belongs to no live request"
         assert self.tree.evictable + self.tree.protected == self.pages.count(owners.TREE), "a page belongs to no node"
         assert sum(lease.promised for lease in live) == self.promised, "promises differ from those of the leases"
 
@@ -238,7 +239,7 @@ class KvMemory:
         live = list(leases)
         self.check_quickly(live)
         aside = [p for _, pages in self._aside for p in pages]
-        own = [p for lease in live for p in lease.own_pages()] + aside
+        own = [p for lease in live for p in lease.own_pages()] + aside + self._lost
         assert len(aside) == self._aside_count
         assert len(own) == len(set(own)), "two requests own one page"
         assert all(self.pages.owner(p) == owners.REQUEST for p in own)

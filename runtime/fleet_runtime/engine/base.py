@@ -87,7 +87,8 @@ class Sampling:
 
     temperature: [S] float32, below 1e-6 is greedy. top_k: [S] int32, 0 = all. top_p, min_p: [S] float32. seed: [S] uint64.
     logprobs: [S] int32, -1: none; k: the chosen token's logprob and the k most likely, after bias, penalties and masks, before temperature.
-    bias_*: logit_bias, and -inf for what `min_tokens` forbids: row s adds bias_values[j] to bias_ids[j] for j in [bias_starts[s], bias_starts[s+1]).
+    bias_*: logit_bias, and -inf for what `min_tokens` forbids: row s adds bias_values[j] to bias_ids[j] for j in [bias_starts[s], bias_starts[s+1]);
+        an id that is no token of the model does nothing.
     count_*: tokens of the row's context that penalties look at, distinct: ids, how often in the answer, and all of prompt and answer (answer
         count 0: prompt only). repetition, frequency, presence: [S] float32 (1, 0, 0: none).
     masks: [M, ceil(vocab / 32)] uint32, bit set: allowed (bit i % 32 of word i // 32). mask_rows: [S] int32, row of `masks` or -1.

@@ -74,7 +74,9 @@ def adjusted(row: F32, sampling: Sampling, s: int) -> F32:
             at = slice(sampling.bias_starts[s], sampling.bias_starts[s + 1])
             if at.start < at.stop:
                 out = out.copy()
-                np.add.at(out, sampling.bias_ids[at], sampling.bias_values[at])
+                ids, values = sampling.bias_ids[at], sampling.bias_values[at]
+                known = (ids >= 0) & (ids < len(row))
+                np.add.at(out, ids[known], values[known])
         if sampling.count_starts is not None and sampling.count_ids is not None and sampling.counts is not None:
             at = slice(sampling.count_starts[s], sampling.count_starts[s + 1])
             if at.start < at.stop:

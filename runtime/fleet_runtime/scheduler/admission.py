@@ -86,7 +86,10 @@ def refusal(
     waiting_tokens: int = 0,
     max_queue_tokens: int = 1 << 62,
 ) -> ApiError | None:
-    """Why a request is refused at entry, or None: it could never fit, or the queue is full. An empty queue takes a prompt of any length."""
+    """Why a request is refused at entry, or None: it could never fit, or the queue is full. An empty queue takes a prompt of any length.
+
+    waiting, waiting_tokens: of other requests.
+    """
     most = capacity.most_pages(kind)
     if pages > most:
         answer = "" if kind is Kind.PREFILL else f" and up to {max_new} of the answer"

@@ -103,7 +103,7 @@ class Book:
         request.counts = counts_for(admit, request.ids[: request.prompt_tokens])
         self.guess(request)
         if self._dead_rids.get(admit.rid, 0.0) > self.clock():
-            self.fail(request, aborted("the request was aborted before it arrived"))
+            self.refuse(request, aborted("the request was aborted before it arrived"))
             return None
         return request
 
@@ -265,6 +265,19 @@ class Book:
         )
         self.end(request, error)
 
+    def refuse(self, request: Request, error: ApiError) -> None:
+        """Fails a request at entry."""
+        told = request.state is State.COMPILING
+        self.fail(request, error)
+        if not told:
+            self._tell_other_leg(request, error)
+
+    def _tell_other_leg(self, request: Request, error: ApiError) -> None:
+        """A leg has ended before the transfer knew of its room: the other leg of the pair must hear of it, or it would wait."""
+        admit = request.admit
+        if self.transfer is not None and request.kind is not Kind.PLAIN and 0 < admit.room < 2**63:
+            self.transfer.reject(admit.room, admit.leg, admit.bootstrap, admit.prefill_incarnation, error)
+
     def embed(self, request: Request, vector: bytes) -> None:
         """Ends an embedding well."""
         self.totals.finished += 1
@@ -292,6 +305,8 @@ class Book:
         self._take_out(request)
         if request.state is State.COMPILING:
             self.grammars.drop(request)
+            if error is not None:
+                self._tell_other_leg(request, error)
         request.state = State.ENDED
         request.grammar = request.counts = None
         del self.requests[request.key]

@@ -186,7 +186,7 @@ class Grammars:
 
     def poll(self) -> list[tuple[Request, ApiError | None]]:
         """Requests whose grammar is there (`request.grammar` is set then), or cannot be used. Those that have ended meanwhile are in it, too."""
-        if not self._jobs:
+        if not self._jobs and self._compiled.empty():
             return []
         out: list[tuple[Request, ApiError | None]] = []
         while not self._compiled.empty():

@@ -200,11 +200,11 @@ class Scheduler:
             return
         with self.book.border(request):
             if (error := self._refusal(request)) is not None:
-                self._refuse(request, error)
+                self.book.refuse(request, error)
             elif message.grammar is None:
                 self._start(request)
             elif (error := self.book.grammars.start(request)) is not None:
-                self._refuse(request, error)
+                self.book.refuse(request, error)
             else:
                 self.book.place(request, State.COMPILING)
 
@@ -214,15 +214,17 @@ class Scheduler:
         if request.admit.embed and not self.executor.hidden_size:
             return ApiError(400, "this worker's executor gives no embeddings", code="no_embeddings")
         book = self.book
+        # What waits of the same request does not count: else one of many choices could never enter, and another would be let in by halves.
+        own = [r for key in book.by_rid[request.admit.rid] if (r := book.requests[key]).lease is None]
         return refusal(
             book.capacity,
             request.kind,
             prompt_tokens=request.prompt_tokens,
             max_new=request.admit.max_new,
             pages=request.total_pages,
-            waiting=book.waiting - 1,
+            waiting=book.waiting - len(own),
             max_queue=self._flags.max_queue,
-            waiting_tokens=book.waiting_tokens - request.prompt_tokens,
+            waiting_tokens=book.waiting_tokens - sum(r.prompt_tokens for r in own),
             max_queue_tokens=self._flags.max_queue_tokens,
         )
 
@@ -232,7 +234,7 @@ class Scheduler:
                 continue
             with self.book.border(request):
                 if error is not None:
-                    self._refuse(request, error)
+                    self.book.refuse(request, error)
                 else:
                     self._start(request)
 
@@ -243,13 +245,6 @@ class Scheduler:
         else:
             self._start_leg(request)
 
-    def _refuse(self, request: Request, error: ApiError) -> None:
-        """Fails a request at entry. The other leg of a pair must hear of it, or it would wait."""
-        admit = request.admit
-        self.book.fail(request, error)
-        if self._transfer is not None and request.kind is not Kind.PLAIN:
-            self._transfer.reject(admit.room, admit.leg, admit.bootstrap, admit.prefill_incarnation, error)
-
     def _start_leg(self, request: Request) -> None:
         if not 0 < request.admit.room < 2**63:
             text = f"room {request.admit.room} is no room; a number from 1 to 2**63 - 1 is allowed (0 names the connection itself)"
@@ -258,7 +253,7 @@ class Scheduler:
         legs = self._prefill_legs if request.kind is Kind.PREFILL else self._decode_legs
         if legs is None:
             text = f"this worker's role is {self._flags.role}; it serves no {request.kind.value} leg"
-            self._refuse(request, ApiError(400, text, code="wrong_role"))
+            self.book.refuse(request, ApiError(400, text, code="wrong_role"))
         else:
             legs.start(request)
 

@@ -341,6 +341,14 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
             assert chi2 < 24.3  # 99.9 % of a chi-square with 7 degrees of freedom
 
 
+def test_a_bias_on_what_is_no_token_of_the_model_changes_nothing() -> None:
+    """Ends of an answer come from the model's files, and `min_tokens` forbids them. Seen red: an id behind the vocabulary raised, and with that
+    ended the worker; -1 (a config's word for none) forbade the last token."""
+    logits = np.array([0.0, 1.0, 2.0], np.float32)
+    out = adjusted(logits, of_one(**bias({3: 5.0, 2**31 - 1: 5.0, -1: -np.inf, 1: 0.5})), 0)
+    assert out.tolist() == [0.0, 1.5, 2.0]
+
+
 def test_renormalised_top_p_keeps_the_ratios_of_its_tokens() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
     counts = np.bincount([draw(logits, top_p=0.65, seed=9, position=i) for i in range(4000)], minlength=4)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fleet_runtime import messages as m
+from fleet_runtime.cache import pages as owners
 from fleet_runtime.engine.base import greedy
 from fleet_runtime.scheduler.batch import build_step, row_of
 from fleet_runtime.scheduler.request import Request, State
@@ -204,6 +205,46 @@ def test_books_that_contradict_themselves_cost_the_cache_and_not_the_worker() ->
     worker.assert_idle()
     assert worker.book.memory.pages.count(0) == 64
     assert worker.answer(prompt(64), 5) == expected(prompt(64), 5)
+
+
+def _begin_anew(worker: FakeWorker) -> None:
+    """Damages the books beyond repair, and waits for the self-check."""
+    worker.answer(prompt(64), 5)
+    node = next(iter(worker.book.memory.tree.nodes()))
+    node.pages[-1] = node.pages[0]
+    for _ in range(70):
+        worker.clock.advance(1)
+        worker.scheduler.iterate()
+
+
+def test_after_the_cache_began_anew_pages_come_back_from_requests_that_end_under_a_step() -> None:
+    """Seen red with the lost pages at the head of those that are set aside: no page behind them ever became free again."""
+    worker = FakeWorker(debug_checks=False)
+    _begin_anew(worker)
+    for n in range(12):
+        other = worker.admit(rid_of(100 + n), prompt(20, seed=n), 12)
+        answer = worker.admit(rid_of(n), prompt(100, seed=n), 50)
+        while len(answer.ids) < 5:
+            worker.scheduler.iterate()
+        assert worker.scheduler.outstanding
+        worker.scheduler.handle(m.Abort(rid=rid_of(n)))
+        worker.run()
+        assert other.end == "length" and worker.scheduler.counters()["pages_request"] == 0
+    worker.assert_idle()
+
+
+def test_pages_that_are_lost_stay_lost_whatever_is_repaired_later() -> None:
+    """Seen red with a rebuild that knew nothing of them: a page that a transfer may still write to was given to others."""
+    worker = FakeWorker(debug_checks=False)
+    memory = worker.book.memory
+    memory.start_anew([3, 5])
+    for again in (lambda: memory.rebuild([]), lambda: memory.start_anew([7])):
+        again()
+        memory.check_integrity([])
+        assert all(memory.pages.owner(page) == owners.REQUEST for page in (3, 5))
+    assert worker.answer(prompt(200), 5) == expected(prompt(200), 5)
+    memory.check_integrity([])
+    assert [page for page in range(64) if memory.pages.owner(page) == owners.REQUEST] == [3, 5, 7]
 
 
 def test_a_sound_worker_finds_no_fault_while_requests_wait_for_their_neighbours() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fleet_runtime import messages as m
+from fleet_runtime.scheduler.request import State
 from fleet_testing.fake_engine import expected
 from fleet_testing.hand_over_harness import Pair, Workers
 from fleet_testing.scheduler_harness import FakeWorker, rid_of
@@ -55,6 +56,26 @@ def test_a_bad_grammar_fails_both_legs_with_the_reason(workers: Workers) -> None
     first, second = pair.ask(rid_of(1), prompt(40), 5, grammar=m.Grammar("regex", "(a"))
     pair.turn_to_end(first, second)
     assert first.failed.code == second.failed.code == "invalid_grammar"
+    pair.turn_to_idle()
+
+
+@pytest.mark.parametrize("ended", ["prefill", "decode"])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_leg_that_is_aborted_before_it_reached_its_room_ends_the_other(workers: Workers, ended: str, early: bool) -> None:
+    """While its grammar compiles, or by an abort that came before it. Seen red: the other leg waited until it believed that none would come."""
+    patient: dict[str, object] = {"other_leg_s": 60.0}
+    pair = Pair(workers("prefill", fake=True, **patient), workers("decode", fake=True, **patient))
+    mine, other = (pair.prefill, pair.decode) if ended == "prefill" else (pair.decode, pair.prefill)
+    if early:
+        mine.scheduler.handle(m.Abort(rid=rid_of(1)))
+    else:
+        mine.book.grammars._spawn = lambda job: None  # it compiles for ever
+    pair.ask(rid_of(1), prompt(40), 5, grammar=m.Grammar("regex", "abc"))
+    pair.turn(lambda: other.state(rid_of(1)) is not State.COMPILING, "the other leg has its grammar")
+    if not early:
+        mine.scheduler.handle(m.Abort(rid=rid_of(1)))
+    pair.turn_to_end(*pair_answers(pair))
+    assert mine.inbox.of(rid_of(1)).failed.code == "aborted"
     pair.turn_to_idle()
 
 

@@ -156,6 +156,20 @@ def test_a_grammar_that_does_not_compile_in_time_is_refused_and_remembered() -> 
     assert [(r, e) for r, e in grammars.poll()] == [(waiting, None)] and waiting.grammar is not None
 
 
+def test_a_grammar_that_came_too_late_is_good_the_next_time_even_if_no_other_was_asked_for() -> None:
+    """The first one pays for the tokenizer, too. Seen red with a `poll` that looked at nothing while no request waited: refused for ever."""
+    clock, jobs = Clock(), list[object]()
+    grammars = _grammars(clock, jobs)
+    slow = m.Grammar("regex", "slow")
+    assert grammars.start(_request(1, slow)) is None
+    clock.advance(5)
+    assert grammars.poll()[0][1] is not None and not grammars.waiting
+    jobs[0]()  # type: ignore[operator]
+    assert grammars.poll() == []
+    assert grammars.start(second := _request(2, slow)) is None
+    assert grammars.poll() == [(second, None)] and len(jobs) == 1
+
+
 def test_grammars_compile_beside_the_loop() -> None:
     """The loop goes on while a compilation takes as long as it likes."""
     clock, go, woken = Clock(), threading.Event(), threading.Event()
@@ -326,6 +340,25 @@ def test_the_queue_has_a_limit_of_tokens_but_takes_one_prompt_of_any_length() ->
     assert worker.scheduler.counters()["waiting_tokens"] == 150
     worker.run()
     assert running.end == first.end == "length"
+
+
+@pytest.mark.parametrize("limit", [{"max_queue": 3}, {"max_queue_tokens": 50}])
+def test_the_choices_of_one_request_enter_all_or_none(limit: dict[str, int]) -> None:
+    """Seen red with a limit that counts a request's own choices: one of more choices than --max-queue was told to try again, for ever."""
+    worker = FakeWorker(max_rows=1, **limit)
+    running = worker.admit(rid_of(0), prompt(20), 30)
+    worker.scheduler.iterate()
+
+    def ask(n: int) -> list[Answer]:
+        for index in range(6):
+            worker.scheduler.handle(admit(rid_of(n), prompt(20, seed=n), 3, index=index))
+        return [worker.inbox.of(rid_of(n), index) for index in range(6)]
+
+    many, more = ask(1), ask(2)
+    assert all((a.failed.status, a.failed.code) == (429, "queue_full") for a in more)
+    worker.run()
+    assert running.end == "length" and all(a.ids == expected(prompt(20, seed=1), 3) for a in many)
+    worker.assert_idle()
 
 
 def test_namespaces_share_no_prefix() -> None:
