@@ -191,6 +191,7 @@ class Scheduler:
                 self._controls.handle(message)
             case Drain():
                 self.draining = True
+                self.paused = False  # what runs is to end, not to stand until the deadline
                 self._drain_deadline = message.deadline
 
     def _admit(self, message: Admit) -> None:

@@ -96,6 +96,17 @@ def test_a_pause_starts_no_step_and_loses_nothing() -> None:
     assert running.ids == expected(prompt(20), 20) and waiting.ids == expected(prompt(20, seed=2), 5)
 
 
+def test_a_drain_ends_a_pause() -> None:
+    worker = FakeWorker()
+    assert data(worker.control("pause")) == {"paused": True}
+    answer = worker.admit(rid_of(1), [1, 2, 3], 4)
+    worker.run()
+    assert not answer.ids
+    worker.scheduler.handle(m.Drain(deadline=worker.clock() + 60))
+    worker.run()
+    assert answer.end == "length" and len(answer.ids) == 4
+
+
 def test_the_log_level_changes_and_a_wrong_one_is_named() -> None:
     worker, root = FakeWorker(), logging.getLogger()
     before = root.level
