@@ -229,7 +229,10 @@ class NativeExecutor:
 
     def _check(self, status: int, batch: StepInput) -> None:
         if status == BAD_PAGE:
-            raise IndexError(f"a page table, position or slot does not fit {self._layout.num_pages} pages, {self._slots} slots and contexts of {batch.context_lens.tolist()}")
+            raise IndexError(
+                f"a page table, position or slot does not fit {self._layout.num_pages} pages, {self._slots} slots and contexts "
+                f"of {batch.context_lens.tolist()}"
+            )
         if status == NO_MEMORY:
             raise MemoryError("no memory for a step; lower --max-step-tokens or --max-rows")
         assert status != NO_FORWARD, "sample without forward"
