@@ -97,7 +97,7 @@ class NativeExecutor:
         self.threads = max(1, threads)
         self._engine = self._library.rf_create(ctypes.byref(_describe(spec, slots=slots, int8=int8)), threads)
         if not self._engine:
-            raise MemoryError("no memory for the weights")
+            raise MemoryError(f"no memory for the weights, or for {threads - 1} more threads")
         self._load(weights)
         page_bytes = self._library.rf_page_bytes(self._engine)
         if self._library.rf_reserve(self._engine, num_pages) != OK:
@@ -218,7 +218,8 @@ class NativeExecutor:
             if dtype == DTYPE_BF16 and self._spec.norm_offset and name.rpartition(".")[2] in _NORMS:
                 dtype, source = DTYPE_F32, (source.astype(np.uint32) << 16).view(np.float32) + np.float32(self._spec.norm_offset)
             source = np.ascontiguousarray(source)
-            self._library.rf_put(self._engine, layer, number, address(source), dtype)
+            if self._library.rf_put(self._engine, layer, number, address(source), dtype) != OK:
+                raise MemoryError(f"no memory for the weight {name}")
             weights.release(name)
 
     def _checked(self, page: int) -> int:
@@ -228,7 +229,10 @@ class NativeExecutor:
 
     def _check(self, status: int, batch: StepInput) -> None:
         if status == BAD_PAGE:
-            raise IndexError(f"a page table or position does not fit {self._layout.num_pages} pages and contexts of {batch.context_lens.tolist()}")
+            raise IndexError(
+                f"a page table, position or slot does not fit {self._layout.num_pages} pages, {self._slots} slots and contexts "
+                f"of {batch.context_lens.tolist()}"
+            )
         if status == NO_MEMORY:
             raise MemoryError("no memory for a step; lower --max-step-tokens or --max-rows")
         assert status != NO_FORWARD, "sample without forward"

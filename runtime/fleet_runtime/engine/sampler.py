@@ -60,7 +60,7 @@ def sample(logits: F32, sampling: Sampling, positions: I32) -> Drawn:
         if not np.isfinite(row[best]):
             out.failed[s] = True
             continue
-        out.tokens[s] = token = best if sampling.temperature[s] < GREEDY_BELOW else _draw(row, sampling, s, int(positions[s]))
+        out.tokens[s] = token = _draw(row, sampling, s, int(positions[s])) if sampling.temperature[s] >= GREEDY_BELOW else best
         if sampling.logprobs is not None and sampling.logprobs[s] >= 0:
             out.logprobs[s] = top_logprobs(row[None], np.array([token], np.int32), int(sampling.logprobs[s]))
     return out

@@ -70,7 +70,7 @@ def cache_dir() -> Path:
     """The user's folder of bundled models."""
     if folder := os.environ.get(ENV_MODELS):
         return Path(folder)
-    return Path.home() / ".cache" / "radixfleet" / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixfleet" / "models"
 
 
 def ensure_bundled(name: str, models_dir: Path | None = None, *, source: Path | None = None, say: Callable[[str], None] = print) -> Path:

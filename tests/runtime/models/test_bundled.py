@@ -196,3 +196,11 @@ def test_the_command_loads_nothing_heavy_when_the_model_is_there(tmp_path: Path)
     )
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == [f"{model.name} is in {tmp_path / model.name}", "set()"]
+
+
+def test_models_lie_where_make_setup_and_the_local_cluster_look_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RADIXFLEET_MODELS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bundled.cache_dir() == tmp_path / "radixfleet" / "models"
+    monkeypatch.setenv("RADIXFLEET_MODELS", str(tmp_path / "own"))
+    assert bundled.cache_dir() == tmp_path / "own"

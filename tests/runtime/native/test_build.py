@@ -68,6 +68,13 @@ def test_a_compiler_that_fails_leaves_nothing_and_its_first_error(tmp_path: Path
     assert find_library("avx2", [tmp_path / "cache"]) is None and not list((tmp_path / "cache").rglob("*.so"))
 
 
+def test_a_compiler_that_does_not_start_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c++").write_text("#!/no/such/program\n")
+    (tmp_path / "c++").chmod(0o755)
+    with pytest.raises(BuildError, match=r"c\+\+ cannot be run"):
+        build("avx2", tmp_path / "cache", compiler=str(tmp_path / "c++"))
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="--to"):

@@ -130,7 +130,10 @@ def _compile(compiler: str, level: str, target: Path, say: Say) -> None:
 
 
 def _compiler_key(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        done = subprocess.run([compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as e:
+        raise BuildError(f"{compiler} cannot be run: {e.strerror or e}; install a working C++ compiler") from e
     if done.returncode != 0:
         raise BuildError(f"{compiler} --version fails with exit code {done.returncode}; install a working C++ compiler")
     return hashlib.sha256(done.stdout).hexdigest()[:12]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fleet_runtime.engine.native.build import BuildError, build, find_library, this_cpu
 
-ABI: Final = 1
+ABI: Final = 2
 OK, BAD_PAGE, NO_MEMORY, NO_FORWARD = range(4)
 DTYPE_F32, DTYPE_BF16 = 0, 1
 # What phases of a step do, in the order of pool.h.
@@ -64,7 +64,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "rf_abi": (c_int32, []),
     "rf_create": (c_void_p, [POINTER(ModelDesc), c_int32]),
     "rf_destroy": (None, [c_void_p]),
-    "rf_put": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
+    "rf_put": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
     "rf_page_bytes": (c_int64, [c_void_p]),
     "rf_reserve": (c_int32, [c_void_p, c_int64]),
     "rf_pages": (c_void_p, [c_void_p]),

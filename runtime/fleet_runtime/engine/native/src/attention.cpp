@@ -163,7 +163,7 @@ size_t plan_items(const Engine& e, const rf_step& step, Plan& plan) {
   const int window = plan.window;
   plan.items.clear();
   plan.splits.clear();
-  int tile = std::max(1, kTileRows / e.groups);
+  const int tile = static_cast<int>(most_queries(e)) / e.groups;
   int64_t total = 0;
   for (int r = 0; r < step.rows; r++)
     if (step.row_starts[r + 1] - step.row_starts[r] == 1)
@@ -197,14 +197,16 @@ size_t plan_items(const Engine& e, const rf_step& step, Plan& plan) {
     }
   }
   if (plan.left_size < plan.splits.size()) {
+    plan.left = std::make_unique<std::atomic<int>[]>(plan.splits.size() * 2);
     plan.left_size = plan.splits.size() * 2;
-    plan.left = std::make_unique<std::atomic<int>[]>(plan.left_size);
   }
   for (size_t i = 0; i < plan.splits.size(); i++) plan.left[i].store(plan.splits[i].items, std::memory_order_relaxed);
   return results;
 }
 
 }  // namespace
+
+size_t most_queries(const Engine& e) { return static_cast<size_t>(std::max(1, kTileRows / e.groups) * e.groups); }
 
 size_t split_result(const Engine& e) { return static_cast<size_t>(e.groups) * static_cast<size_t>(2 + e.d.head_dim); }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <system_error>
 #include <utility>
 
 #include "model.h"
@@ -192,13 +193,15 @@ void put_layer(Engine& e, Layer& w, int name, const void* source, int dtype) {
 
 extern "C" {
 
-int32_t rf_abi() { return 1; }
+int32_t rf_abi() { return 2; }
 
-// Null: no memory.
+// Null: no memory, or no threads.
 void* rf_create(const rf_model_desc* desc, int32_t threads) {
   try {
     return new rf::Engine(*desc, threads);
   } catch (const std::bad_alloc&) {
+    return nullptr;
+  } catch (const std::system_error&) {
     return nullptr;
   }
 }
@@ -206,16 +209,21 @@ void* rf_create(const rf_model_desc* desc, int32_t threads) {
 void rf_destroy(void* engine) { delete static_cast<rf::Engine*>(engine); }
 
 // Takes one weight of the checkpoint in: row-major, layer -1 for the model's own.
-void rf_put(void* engine, int32_t layer, int32_t name, const void* source, int32_t dtype) {
+int32_t rf_put(void* engine, int32_t layer, int32_t name, const void* source, int32_t dtype) {
   rf::Engine& e = *static_cast<rf::Engine*>(engine);
-  if (layer >= 0) {
-    rf::put_layer(e, e.layers[static_cast<size_t>(layer)], name, source, dtype);
-  } else if (name == RF_FINAL_NORM) {
-    e.final_norm = rf::vector_of(e, source, dtype, e.d.hidden);
-  } else {
-    rf::pack(e, name == RF_HEAD ? e.head : e.embedding, source, dtype, e.d.vocab, [](int r) { return r; });
-    if (e.d.tied) e.head = e.embedding;
+  try {
+    if (layer >= 0) {
+      rf::put_layer(e, e.layers[static_cast<size_t>(layer)], name, source, dtype);
+    } else if (name == RF_FINAL_NORM) {
+      e.final_norm = rf::vector_of(e, source, dtype, e.d.hidden);
+    } else {
+      rf::pack(e, name == RF_HEAD ? e.head : e.embedding, source, dtype, e.d.vocab, [](int r) { return r; });
+      if (e.d.tied) e.head = e.embedding;
+    }
+  } catch (const std::bad_alloc&) {
+    return RF_NO_MEMORY;
   }
+  return RF_OK;
 }
 
 int64_t rf_page_bytes(void* engine) { return static_cast<int64_t>(static_cast<rf::Engine*>(engine)->page_bytes); }
@@ -261,9 +269,13 @@ int32_t rf_sample(void* engine, const rf_sampling* sampling) {
   rf::Engine& e = *static_cast<rf::Engine*>(engine);
   if (!e.drawn.pending) return RF_NO_FORWARD;
   e.drawn.pending = false;
-  e.pool.run(1, [&](int thread) {
-    rf::Turn(e.pool, thread).share(rf::kSample, sampling->rows, 1, [&](int64_t row, int64_t) { rf::sample_row(e, *sampling, static_cast<int>(row), thread); });
-  });
+  try {
+    e.pool.run(1, [&](int thread) {
+      rf::Turn(e.pool, thread).share(rf::kSample, sampling->rows, 1, [&](int64_t row, int64_t) { rf::sample_row(e, *sampling, static_cast<int>(row), thread); });
+    });
+  } catch (const std::bad_alloc&) {
+    return RF_NO_MEMORY;
+  }
   return RF_OK;
 }
 

@@ -10,7 +10,7 @@ namespace {
 constexpr int kAlone = 8;          // rows up to which each thread prepares a matrix's input for itself, which saves a meeting
 constexpr int kPlacesAtOnce = 32;  // prompt logprobs: rows of logits in memory
 
-// The step's tokens with the relay's in place, and what is asked of which row. False: a page table names a page that is not there.
+// The step's tokens with the relay's in place, and what is asked of which row. False: a page, a relay slot or a row's last token is not there.
 bool take_in(Engine& e, const rf_step& s) {
   e.ids.resize(static_cast<size_t>(s.tokens));
   e.row_of.resize(static_cast<size_t>(s.tokens));
@@ -30,7 +30,9 @@ bool take_in(Engine& e, const rf_step& s) {
     const int32_t* table = s.page_tables + static_cast<size_t>(r) * static_cast<size_t>(s.table_width);
     for (int i = 0; i < pages; i++)
       if (table[i] < 0 || table[i] >= e.pages) return false;
-    if (s.sample[r]) e.drawn.row.push_back(r);
+    if (!s.sample[r]) continue;
+    if (begin >= end || s.slots[r] < 0 || s.slots[r] >= e.d.slots) return false;
+    e.drawn.row.push_back(r);
   }
   e.drawn.token.clear();
   e.drawn.position.clear();
@@ -63,7 +65,9 @@ void embed(const Engine& e, int id, float* out) {
 }
 
 void begin_token(Engine& e, const rf_step& s, int t) {
-  embed(e, e.ids[static_cast<size_t>(t)], e.x.data() + static_cast<size_t>(t) * static_cast<size_t>(e.hp));
+  float* x = e.x.data() + static_cast<size_t>(t) * static_cast<size_t>(e.hp);
+  embed(e, e.ids[static_cast<size_t>(t)], x);
+  std::fill(x + e.d.hidden, x + e.hp, 0.0f);  // a row of an earlier step that was not finite left its NaN here, too
   int half = e.d.head_dim / 2;
   for (int r = 0; r < e.d.ropes; r++) {
     float* to = e.cosines.data() + (static_cast<size_t>(t) * static_cast<size_t>(e.d.ropes) + static_cast<size_t>(r)) * static_cast<size_t>(e.d.head_dim);
@@ -334,12 +338,36 @@ void fit(Engine& e, const rf_step& s) {
   }
 }
 
+// What each thread needs for itself, so that none allocates inside the region: an exception there would end the process.
+void fit_local(Engine& e, const rf_step& s) {
+  size_t hp = static_cast<size_t>(e.hp), dim = static_cast<size_t>(e.d.head_dim), queries = most_queries(e);
+  size_t vocab = static_cast<size_t>(e.head.panels) * kPanel, widest = std::max({hp, static_cast<size_t>(e.qp), static_cast<size_t>(e.ip)});
+  size_t rows = std::max(static_cast<size_t>(s.tokens), static_cast<size_t>(kPlacesAtOnce));
+  if (e.pool.threads() > 1) rows = std::min(rows, static_cast<size_t>(kAlone));
+  for (Engine::Local& mine : e.local) {
+    if (e.d.int8) {
+      mine.quant.fit(rows * widest);
+      mine.quant_scales.fit(rows * (widest / kGroup + 1));
+    } else {
+      mine.act.fit(rows * hp);
+    }
+    mine.f.fit(std::max(hp, dim));
+    mine.q.fit(queries * dim);
+    mine.p.fit(queries * kSegment);
+    mine.scores.fit(std::max(queries * kSegment, vocab));
+    mine.out.fit(queries * dim);
+    mine.state.fit(queries * (dim + 2));
+    mine.indices.reserve(vocab);
+  }
+}
+
 }  // namespace
 
 int forward(Engine& e, const rf_step& step, const rf_sampling* sampling) {
   e.drawn.pending = false;
   if (!take_in(e, step)) return RF_BAD_PAGE;
   fit(e, step);
+  fit_local(e, step);
   plan_attention(e, step);
   size_t phases = 16 + static_cast<size_t>(e.d.layers) * 12 + static_cast<size_t>(step.places / kPlacesAtOnce + 1) * 3;
   e.pool.run(phases, [&](int thread) { Step(e, step, sampling, thread).run(); });

@@ -139,6 +139,7 @@ struct Engine {
 
 // attention.cpp
 void plan_attention(Engine& e, const rf_step& step);
+size_t most_queries(const Engine& e);  // query rows of an item, at most
 size_t split_result(const Engine& e);  // floats of one partial result
 void write_kv(Engine& e, const rf_step& step, int layer, int token, int tokens, int head, int thread);  // tokens of one page
 void attend(Engine& e, const rf_step& step, int layer, Plan& plan, const AttentionItem& item, int thread);
@@ -147,7 +148,7 @@ void attend(Engine& e, const rf_step& step, int layer, Plan& plan, const Attenti
 int forward(Engine& e, const rf_step& step, const rf_sampling* sampling);
 // sample.cpp
 void sample_row(Engine& e, const rf_sampling& s, int row, int thread);
-// Log-probabilities of one token and of the k most likely ones; false (and zeros) for a row that is not finite. Row lengths are padded(vocab).
+// Log-probabilities of one token and of the k most likely ones; false (and zeros) for a row that is not finite, or a token that does not exist. Row lengths are padded(vocab).
 bool top_logprobs(float* logits, int vocab, int chosen, int k, float* chosen_out, int32_t* ids, float* values, std::vector<int32_t>& space);
 
 }  // namespace rf

@@ -56,14 +56,17 @@ class Pool {
     alignas(64) uint64_t work[kKinds] = {}, wait[kKinds] = {};
   };
 
+  // Throws std::system_error where the system gives no more threads.
   explicit Pool(int threads) : threads_(threads < 1 ? 1 : threads), times_(static_cast<size_t>(threads_)) {
-    for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
+    workers_.reserve(static_cast<size_t>(threads_));
+    try {
+      for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
-  ~Pool() {
-    ending_ = true;
-    start_.add(1, ++runs_);
-    for (auto& w : workers_) w.join();
-  }
+  ~Pool() { end(); }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
@@ -74,8 +77,8 @@ class Pool {
   // Runs task(thread) on all threads, the caller being thread 0; returns when all have left it. `phases`: calls of Turn::share in it, at most.
   void run(size_t phases, const std::function<void(int)>& task) {
     if (phases_ < phases) {
+      phase_ = std::make_unique<Phase[]>(phases * 2);
       phases_ = phases * 2;
-      phase_ = std::make_unique<Phase[]>(phases_);
     }
     for (size_t i = 0; i < phases; i++) {
       phase_[i].next.store(0, std::memory_order_relaxed);
@@ -94,6 +97,12 @@ class Pool {
     alignas(64) std::atomic<int64_t> next{0};
     Gate done;
   };
+
+  void end() {
+    ending_ = true;
+    start_.add(1, ++runs_);
+    for (auto& w : workers_) w.join();
+  }
 
   // Denormals are flushed on every thread alike, and the caller's mode is put back.
   void call(int thread) {

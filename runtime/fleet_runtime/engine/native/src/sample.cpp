@@ -155,7 +155,7 @@ bool top_logprobs(float* logits, int vocab, int chosen, int k, float* chosen_out
   close_row(logits, vocab);
   const int n = padded(vocab);
   float highest = greatest(logits, n);
-  if (!std::isfinite(highest)) {
+  if (!std::isfinite(highest) || chosen < 0 || chosen >= vocab) {
     *chosen_out = 0.0f;
     std::fill(ids, ids + k, 0);
     std::fill(values, values + k, 0.0f);
@@ -199,7 +199,7 @@ void sample_row(Engine& e, const rf_sampling& s, int row, int thread) {
     float highest = greatest(logits, n), temperature = s.temperature[row];
     if (!std::isfinite(highest)) {
       __atomic_store_n(s.failed + step_row, 1, __ATOMIC_RELAXED);
-    } else if (temperature < kGreedyBelow) {
+    } else if (!(temperature >= kGreedyBelow)) {  // NaN, too
       token = first_of(logits, n, highest);
     } else {
       Cut cut{-3.4028235e38f, INT32_MAX};
@@ -209,7 +209,7 @@ void sample_row(Engine& e, const rf_sampling& s, int row, int thread) {
         double sum = weigh(logits, n, highest, temperature, cut, weights);
         cut = tighter(cut, cut_at(WeightOf{logits, n, weights}, static_cast<double>(s.top_p[row]) * sum, highest, mine.indices));
       }
-      double least = s.min_p[row] > 0.0f ? std::log(static_cast<double>(s.min_p[row])) : -INFINITY;
+      double least = s.min_p[row] > 0.0f ? std::log(std::min(static_cast<double>(s.min_p[row]), 1.0)) : -INFINITY;
       token = draw(logits, n, highest, temperature, least, cut, s.seed[row], e.drawn.position[at]);
     }
   }
