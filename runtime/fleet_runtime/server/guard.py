@@ -121,14 +121,16 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as e:
-            self._go_on_without_upgrade()
-            if rest := data[e.args[0] :]:
-                self._parse(rest)
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as e:
+                self._go_on_without_upgrade()
+                data = data[e.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
 
     def _go_on_without_upgrade(self) -> None:
         """A client may ask for another protocol (curl for h2c) in a request with a body; a server that does not know it serves the request
