@@ -32,6 +32,7 @@ from fleet_text.chat import ChatInputs, PromptError, chat_inputs
 COMPLETION_DEFAULT_TOKENS: Final = 16  # OpenAI's default of /v1/completions
 _THREAD_ABOVE_CHARS: Final = 4096  # about a millisecond of tokenizing
 _PROMPT_END_IDS: Final = 64
+_FORMATS: Final = frozenset(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,8 @@ def _shared(options: GenerationOptions) -> dict[str, Any]:
 
 async def _grammar(options: GenerationOptions) -> m.Grammar | None:
     """In a thread: the check of a hostile schema takes a third of a second. Raises ApiError 400."""
-    asks = (options.response_format, options.structured_outputs, options.guided_json, options.guided_regex, options.guided_grammar, options.guided_choice)
-    return None if all(asked is None for asked in asks) else await asyncio.to_thread(grammar_of, options)
+    given = options.model_fields_set & _FORMATS
+    return await asyncio.to_thread(grammar_of, options) if given else None
 
 
 def read_inputs(body: dict[str, Any]) -> ChatInputs:
