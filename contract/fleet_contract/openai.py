@@ -8,7 +8,7 @@ OpenAPI document is made of these models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 from pydantic_core import PydanticCustomError, core_schema
@@ -85,6 +85,9 @@ Priority = Annotated[StrictInt, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Logprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)]
 Salt = Annotated[StrictStr, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 JsonObject = dict[str, Any]
+T = TypeVar("T")
+# A list of which the first wrong item is told: a body may hold millions, and each fault takes a hundred times its own bytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -125,9 +128,9 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
+    content: StrictStr | Items[TextPart] | None = None
     name: StrictStr | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
 
@@ -150,7 +153,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchemaFormat | None = None
     regex: StrictStr | None = None
     grammar: StrictStr | None = None
-    choice: list[StrictStr] | None = None
+    choice: Items[StrictStr] | None = None
 
 
 class StructuredOutputs(BaseModel):
@@ -159,7 +162,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     json_: JsonObject | StrictStr | StrictBool | None = Field(default=None, alias="json")
     regex: StrictStr | None = None
-    choice: list[StrictStr] | None = None
+    choice: Items[StrictStr] | None = None
     grammar: StrictStr | None = None
     json_object: StrictBool | None = None
 
@@ -183,8 +186,8 @@ class GenerationOptions(BaseModel):
     presence_penalty: Annotated[float, Within(-2, 2)] = 0.0
     logit_bias: Bias = Field(default_factory=dict)
     seed: StrictInt | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: StrictStr | list[StrictStr] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_IDS)
+    stop: StrictStr | Items[StrictStr] = Field(default_factory=list)
+    stop_token_ids: Items[TokenId] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
@@ -196,7 +199,7 @@ class GenerationOptions(BaseModel):
     guided_json: JsonObject | StrictStr | StrictBool | None = None
     guided_regex: StrictStr | None = None
     guided_grammar: StrictStr | None = None
-    guided_choice: list[StrictStr] | None = None
+    guided_choice: Items[StrictStr] | None = None
     user: StrictStr | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None  # internal port only; more is sooner
@@ -205,11 +208,11 @@ class GenerationOptions(BaseModel):
 class ChatRequest(GenerationOptions):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Tokens | None = None
     logprobs: StrictBool = False
     top_logprobs: Logprobs = 0
-    tools: list[JsonObject] = Field(default_factory=list)
+    tools: Items[JsonObject] = Field(default_factory=list)
     tool_choice: StrictStr | JsonObject | None = None
     parallel_tool_calls: StrictBool = True
     add_generation_prompt: StrictBool | None = None  # as `continue_final_message` needs it
@@ -220,7 +223,7 @@ class ChatRequest(GenerationOptions):
 class CompletionRequest(GenerationOptions):
     """Body of `POST /v1/completions`: one or more prompts, as text or token ids. `max_tokens: 0` is for `echo`."""
 
-    prompt: StrictStr | list[TokenId] | list[StrictStr] | list[list[TokenId]]
+    prompt: StrictStr | Items[TokenId] | Items[StrictStr] | Items[Items[TokenId]]
     max_tokens: StrictInt | None = Field(default=None, ge=0, le=2**31 - 1)
     best_of: StrictInt | None = Field(default=None, ge=1, le=MAX_BEST_OF)
     logprobs: Logprobs | None = None
@@ -233,7 +236,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: StrictStr = Field(min_length=1)
-    input: StrictStr | list[TokenId] | list[StrictStr] | list[list[TokenId]]
+    input: StrictStr | Items[TokenId] | Items[StrictStr] | Items[Items[TokenId]]
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["last", "mean"] = "last"
     normalize: StrictBool = True
@@ -249,8 +252,8 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[JsonObject] = Field(default_factory=list)
+    messages: Items[Message] | None = Field(default=None, min_length=1)
+    tools: Items[JsonObject] = Field(default_factory=list)
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool | None = None  # as `continue_final_message` needs it
     continue_final_message: StrictBool = False
@@ -263,5 +266,5 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: StrictStr | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
     skip_special_tokens: StrictBool = False

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from fleet_contract.errors import ApiError
-from fleet_contract.openai import JsonObject, Tokens, Within
+from fleet_contract.openai import Items, JsonObject, Tokens, Within
 from fleet_runtime.server import validate
 from fleet_runtime.server.body import shown
 from fleet_runtime.server.parsing.tools import MAX_TOOLS, tool_request
@@ -55,7 +55,7 @@ class AnthropicTool(BaseModel):
     cache_control: JsonObject | None = None
     eager_input_streaming: StrictBool | None = None  # inputs are always streamed as they come
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
 
 
 class OutputFormat(BaseModel):
@@ -79,9 +79,9 @@ class CountRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: StrictStr = Field(min_length=1)
-    messages: list[JsonObject] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[JsonObject] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Any = None
-    tools: list[AnthropicTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: Items[AnthropicTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -96,7 +96,7 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Within(0, 1)] | None = None
     top_p: Annotated[float, Within(0, 1, open_low=True)] | None = None
     top_k: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] | None = None
-    stop_sequences: list[StrictStr] = Field(default_factory=list)
+    stop_sequences: Items[StrictStr] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ def _chat(options: CountRequest) -> dict[str, Any]:
         messages.add("system", system)
     for i, message in enumerate(options.messages):
         messages.read(message, f"messages[{i}]")
+    messages.end_turn()
     last = messages.out[-1]
     chat: dict[str, Any] = {"model": options.model, "messages": messages.out, **_tools(options)}
     if last["role"] == "assistant":
@@ -207,14 +208,24 @@ class _Messages:
     def __init__(self) -> None:
         self.out: list[dict[str, Any]] = []
         self._called: set[str] = set()
+        self._turn: list[str] = []  # texts of the last message, while more may join it
 
     def add(self, role: str, text: str) -> None:
         """A message of text. Neighbours of one side are one turn."""
         last = self.out[-1] if self.out else None
-        if last is not None and last["role"] == role and not last.get("tool_calls"):
-            last["content"] += _TURN_BREAK + text
-        else:
-            self.out.append({"role": role, "content": text})
+        if last is None or last["role"] != role or last.get("tool_calls"):
+            self.end_turn()
+            last = {"role": role, "content": ""}
+            self.out.append(last)
+        elif not self._turn:  # a message that was not made here
+            self._turn.append(last["content"])
+        self._turn.append(text)
+
+    def end_turn(self) -> None:
+        """The last message is whole: its texts are joined once, not at each of them."""
+        if self._turn:
+            self.out[-1]["content"] = _TURN_BREAK.join(self._turn)
+            self._turn = []
 
     def read(self, message: dict[str, Any], path: str) -> None:
         """Raises ApiError."""
@@ -241,7 +252,9 @@ class _Messages:
                 if texts:
                     self.add("user", "".join(texts))
                     texts = []
-                self.out.append(self._result(block, here))
+                result = self._result(block, here)
+                self.end_turn()
+                self.out.append(result)
             else:
                 texts.append(_block_text(block, here, "text and tool_result are allowed in a message of the user"))
         if texts:
@@ -282,6 +295,7 @@ class _Messages:
             message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
+        self.end_turn()
         self.out.append(message)
 
     def _call(self, block: dict[str, Any], path: str) -> dict[str, Any]:

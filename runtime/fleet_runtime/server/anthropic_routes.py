@@ -13,7 +13,7 @@ from fleet_contract.errors import ApiError
 from fleet_runtime.server import validate
 from fleet_runtime.server.anthropic_request import count_request, messages_request
 from fleet_runtime.server.anthropic_shape import Blocks, MessagesShape
-from fleet_runtime.server.generate import GenerateRequest
+from fleet_runtime.server.generate import GenerateRequest, bounded
 from fleet_runtime.server.intake import Intake, json_response
 from fleet_runtime.server.manager import ReqState
 from fleet_runtime.server.parsing.registry import NONE
@@ -44,12 +44,6 @@ def add_anthropic_routes(app: FastAPI, intake: Intake) -> None:
         validate.check_model(chat["model"], state.config.served_names)
         ids = await encode_chat(state.ready_text(), read_inputs(chat))
         return json_response({"input_tokens": len(ids)})
-
-
-def bounded(made: GenerateRequest, max_tokens: int, context: int) -> tuple[GenerateRequest, bool]:
-    """With at most `max_tokens`, or what the context leaves if that is less: the API ends such an answer where the context ends."""
-    capped = len(made.prompts[0].ids) + max_tokens > context
-    return replace(made, max_new=None if capped else max_tokens), capped
 
 
 def _blocks(made: GenerateRequest) -> Blocks:

@@ -66,7 +66,7 @@ class Block:
 def _input(arguments: str) -> dict[str, Any]:
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):  # more digits or depth than Python reads
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -23,7 +23,7 @@ from fleet_runtime.server.access import OPEN_PATHS, parse_origins, with_cors
 from fleet_runtime.server.anthropic_routes import add_anthropic_routes
 from fleet_runtime.server.body import ClientGone
 from fleet_runtime.server.control_routes import add_control_routes
-from fleet_runtime.server.dialects import error_dialect
+from fleet_runtime.server.dialects import error_dialect, id_headers
 from fleet_runtime.server.intake import ERROR_BODY, Intake
 from fleet_runtime.server.ollama_routes import add_ollama_routes
 from fleet_runtime.server.openai_routes import add_openai_routes
@@ -57,13 +57,14 @@ class Border:
         request_facts["request_id"] = request_id
         if (dialect := error_dialect(scope["path"])) is not None:
             request_facts[ERROR_BODY] = dialect
+        told_id = [(name, request_id.encode()) for name in id_headers(scope["path"])]
         status = 0
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+                message = {**message, "headers": [*message.get("headers", ()), *told_id]}
             await send(message)
 
         try:

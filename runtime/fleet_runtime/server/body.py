@@ -73,7 +73,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not valid JSON: {str(e)[:200]}", code="invalid_json") from e
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {shown(value)}", code="invalid_json")
-    if "\\u" in text and (path := _lone_surrogate(value, "")) is not None:
+    if "\\u" in text and (path := _lone_surrogate(value)) is not None:
+        path = path.removeprefix(".")
         raise ApiError(400, f"{path or 'a name'} holds a lone surrogate (\\ud800 to \\udfff), which is no character", param=path or None)
     return value
 
@@ -82,20 +83,23 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _lone_surrogate(value: Any, path: str) -> str | None:
-    """Path of the first string that cannot be encoded; None when there is none. Iterative depth is bounded by the JSON parser's."""
+def _lone_surrogate(value: Any) -> str | None:
+    """Path of the first string that cannot be encoded; None when there is none. Depth is bounded by the JSON parser's.
+
+    The path is put together on the way back: names may be as long as the body, and most have nothing to tell.
+    """
     if isinstance(value, str):
-        return path if not _encodes(value) else None
+        return "" if not _encodes(value) else None
     if isinstance(value, dict):
         for key, item in value.items():
             if not _encodes(key):
-                return path
-            if (found := _lone_surrogate(item, f"{path}.{key}" if path else key)) is not None:
-                return found
+                return ""
+            if (found := _lone_surrogate(item)) is not None:
+                return f".{key[:_SHOWN]}{found}"
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            if (found := _lone_surrogate(item, f"{path}[{i}]")) is not None:
-                return found
+            if (found := _lone_surrogate(item)) is not None:
+                return f"[{i}]{found}"
     return None
 
 

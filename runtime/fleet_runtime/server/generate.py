@@ -10,7 +10,7 @@ Choices are numbered prompt by prompt: choice `c` of prompt `p` has the index `p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -184,6 +184,14 @@ def _admit(request: GenerateRequest, worker: Worker, prompt: Prompt, max_new: in
         priority=request.priority,
         salt=request.salt,
     )
+
+
+def bounded(request: GenerateRequest, max_tokens: int, context: int) -> tuple[GenerateRequest, bool]:
+    """With at most `max_tokens`, or what the context leaves if that is less: for APIs that end such an answer where the context ends.
+
+    Returns also whether it is less."""
+    capped = len(request.prompts[0].ids) + max_tokens > context
+    return replace(request, max_new=None if capped else max_tokens), capped
 
 
 def max_new_tokens(prompt_tokens: int, asked: int | None, context: int, *, default: int | None, param: str) -> int:

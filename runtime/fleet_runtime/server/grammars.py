@@ -47,7 +47,10 @@ def grammar_of(options: GenerationOptions) -> Grammar | None:
 
 def schema_grammar(schema: Any, path: str) -> Grammar:
     """A JSON schema as grammar. Raises ApiError 400 that names `path`."""
-    text = json.dumps(schema, separators=(",", ":"))
+    try:
+        text = json.dumps(schema, separators=(",", ":"))
+    except RecursionError as e:  # a large body was parsed on a thread, whose stack has more room
+        raise ApiError(400, f"{path} cannot be used: it is nested too deeply", code="invalid_grammar", param=path) from e
     _check_size(text, path)
     return _checked(Grammar("json_schema", text), path)
 

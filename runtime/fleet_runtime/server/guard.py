@@ -70,6 +70,8 @@ class _Transport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
+        if self._lingers:  # refused while an answer was on its way: nobody is told both
+            return
         self.written += len(data)
         self._transport.write(data)
 
@@ -93,7 +95,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counting = _Transport(transport, self)
-        self._header_bytes = 0
+        self._header_bytes = 0  # of headers that are whole
+        self._unparsed_bytes = 0  # that came since the request's first piece, while its headers are not whole
         self._too_large = False
         self._retelling = False  # a parser is told again what another has read
         self.has_begun = False  # a byte has come
@@ -113,22 +116,25 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.has_begun = True
         self._unset_keepalive_if_required()
+        begun = self._reading_since
         self._parse(data)
-        if self._reading_since is not None:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+        if self._reading_since is not None and self._reading_since == begun:  # else the piece has the end of another request
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self._too_large = True
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as e:
-            self._go_on_without_upgrade()
-            if rest := data[e.args[0] :]:
-                self._parse(rest)
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as e:
+                self._go_on_without_upgrade()
+                data = data[e.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
 
     def _go_on_without_upgrade(self) -> None:
         """A client may ask for another protocol (curl for h2c) in a request with a body; a server that does not know it serves the request
@@ -143,7 +149,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._retelling:
             return
-        self._header_bytes = 0
+        self._header_bytes = self._unparsed_bytes = 0
         self._too_large = False
         if self._reading_since is None:
             self._reading_since = time.monotonic()

@@ -6,12 +6,13 @@ Whatever else cannot be done is refused by name. Source: Ollama's published API 
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from fleet_contract.errors import ApiError
-from fleet_contract.openai import MAX_EMBEDDING_INPUTS, JsonObject, Logprobs, Within
+from fleet_contract.openai import MAX_EMBEDDING_INPUTS, Items, JsonObject, Logprobs, Within
 from fleet_runtime.server import validate
 from fleet_runtime.server.body import shown
 from fleet_runtime.server.parsing.tools import tool_request
@@ -46,7 +47,7 @@ class Options(BaseModel):
     frequency_penalty: Annotated[float, Within(-2, 2)] | None = None
     repeat_last_n: Annotated[StrictInt, Field(ge=-1)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: list[StrictStr] | StrictStr | None = None
+    stop: Items[StrictStr] | StrictStr | None = None
 
 
 class _Request(BaseModel):
@@ -71,8 +72,8 @@ class _Generating(_Request):
 class OllamaChat(_Generating):
     """Body of `POST /api/chat`."""
 
-    messages: list[JsonObject] = Field(default_factory=list)
-    tools: list[JsonObject] = Field(default_factory=list)
+    messages: Items[JsonObject] = Field(default_factory=list)
+    tools: Items[JsonObject] = Field(default_factory=list)
 
 
 class OllamaGenerate(_Generating):
@@ -234,12 +235,40 @@ def _options(given: dict[str, Any], context: int) -> dict[str, Any]:
     return out | penalties
 
 
+class _OpenCalls:
+    """Calls that no message has answered yet, the oldest first. Each step takes the same time, however many there are."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[int, str] = OrderedDict()
+        self._by: dict[tuple[str, str], deque[int]] = {}
+        self._count = 0
+
+    def add(self, call_id: str, name: str) -> None:
+        """A call was made."""
+        self._ids[self._count] = call_id
+        for key in (("id", call_id), ("name", name)):
+            self._by.setdefault(key, deque()).append(self._count)
+        self._count += 1
+
+    def take(self, kind: str, value: str) -> str | None:
+        """The id of the oldest call with this id or name, which is answered now; None: there is none."""
+        queue = self._by.get((kind, value), ())
+        while queue:
+            if (call_id := self._ids.pop(queue.popleft(), None)) is not None:
+                return call_id
+        return None
+
+    def take_oldest(self) -> str | None:
+        """The same, of all."""
+        return self._ids.popitem(last=False)[1] if self._ids else None
+
+
 class _Messages:
     """Messages with Ollama's fields. Calls have no ids there: they get some, and a tool's answer that of the call it answers."""
 
     def __init__(self) -> None:
         self.out: list[dict[str, Any]] = []
-        self._unanswered: list[tuple[str, str]] = []  # (id, name)
+        self._unanswered = _OpenCalls()
         self._calls = 0
 
     def read(self, message: dict[str, Any], path: str) -> None:
@@ -286,7 +315,7 @@ class _Messages:
             given = call.get("id")
             made = given if isinstance(given, str) and given else f"call{self._calls:05d}"  # nine characters: some templates want that
             self._calls += 1
-            self._unanswered.append((made, name))
+            self._unanswered.add(made, name)
             out.append({"id": made, "type": "function", "function": {"name": name, "arguments": arguments}})
         return out
 
@@ -296,13 +325,14 @@ class _Messages:
         for key, value in (("tool_name", name), ("tool_call_id", call)):
             if value is not None and not isinstance(value, str):
                 _refuse(f"{path}.{key}", value, "a text is allowed")
-        waiting = [c for c in self._unanswered if c[0] == call] if call else [c for c in self._unanswered if name in (None, c[1])] or self._unanswered
-        found = waiting[0] if waiting else None
-        if found is not None:
-            self._unanswered.remove(found)
+        if call:
+            self._unanswered.take("id", call)
+            found: str | None = call
+        else:
+            found = (self._unanswered.take("name", name) if name is not None else None) or self._unanswered.take_oldest()
         out: dict[str, Any] = {}
-        if call or found is not None:
-            out["tool_call_id"] = call or found[0]  # type: ignore[index] # one of them is there
+        if found is not None:
+            out["tool_call_id"] = found
         if name:
             out["name"] = name
         return out

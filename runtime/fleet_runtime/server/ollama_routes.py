@@ -17,7 +17,7 @@ from fleet_runtime import messages as m
 from fleet_runtime.server import ollama_models, validate
 from fleet_runtime.server import ollama_request as asked
 from fleet_runtime.server.embeddings import EmbeddingJob, read_embedding, written_vector
-from fleet_runtime.server.generate import GenerateRequest
+from fleet_runtime.server.generate import GenerateRequest, bounded
 from fleet_runtime.server.intake import Intake, json_response
 from fleet_runtime.server.manager import ReqState
 from fleet_runtime.server.ollama_shape import LINES, OllamaChatShape, OllamaGenerateShape, OllamaShape, Timed, now
@@ -75,6 +75,8 @@ def _check_thinking(state: HttpState, think: Any) -> None:
 
 
 def _answer(state: HttpState, request: ReqState, made: GenerateRequest, model: str, shape: type[OllamaShape]) -> Response:
+    if made.max_new is not None:
+        made, _ = bounded(made, made.max_new, state.flags.context_length)
     made = replace(made, make_parser=partial(_timed, made))
     return GenerationResponse(state, request, generation(state, request, made, partial(shape, model=model, started_at=request.started_at)))
 

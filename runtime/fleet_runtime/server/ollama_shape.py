@@ -143,7 +143,7 @@ def _call(result: ChoiceResult, index: int) -> dict[str, Any] | None:
         return None
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):  # more digits or depth than Python reads
         return None
     return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
 

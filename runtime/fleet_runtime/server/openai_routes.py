@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from functools import partial
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -16,6 +18,8 @@ from fleet_runtime.server.manager import ReqState
 from fleet_runtime.server.parsing.tools import tool_request
 from fleet_runtime.server.requests import chat_generation, completion_generation, encode_chat, encode_text, read_inputs, stale
 from fleet_runtime.server.responses import EmbeddingResponse, GenerationResponse
+
+_THREAD_ABOVE_TOKENS: Final = 4096
 
 
 def add_openai_routes(app: FastAPI, intake: Intake) -> None:
@@ -96,4 +100,5 @@ def _add_tokenizing(app: FastAPI, intake: Intake) -> None:
             validate.check_model(options.model, state.config.served_names)
         text = state.ready_text()
         check_ids(options.tokens, text.vocab_size, "tokens")
-        return json_response({"prompt": text.texts.decode(options.tokens, skip_special=options.skip_special_tokens)})
+        decode = partial(text.texts.decode, options.tokens, skip_special=options.skip_special_tokens)
+        return json_response({"prompt": await asyncio.to_thread(decode) if len(options.tokens) > _THREAD_ABOVE_TOKENS else decode()})

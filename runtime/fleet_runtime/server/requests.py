@@ -32,6 +32,7 @@ from fleet_text.chat import ChatInputs, PromptError, chat_inputs
 COMPLETION_DEFAULT_TOKENS: Final = 16  # OpenAI's default of /v1/completions
 _THREAD_ABOVE_CHARS: Final = 4096  # about a millisecond of tokenizing
 _PROMPT_END_IDS: Final = 64
+_FORMATS: Final = frozenset(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ async def read_chat(state: HttpState, body: dict[str, Any], ids: list[int] | Non
     validate.check_model(options.model, state.config.served_names)
     text = state.ready_text()
     asked = tool_request(body)
-    grammar = grammar_of(options)
+    grammar = await _grammar(options)
     if asked.active and grammar is not None:
         raise ApiError(
             400,
@@ -67,7 +68,7 @@ async def read_chat(state: HttpState, body: dict[str, Any], ids: list[int] | Non
         )
     if asked.forced:
         schema = forced_schema(asked.tools, asked.choice, named=asked.named, parallel=asked.parallel)
-        grammar = schema_grammar(schema, "tools")
+        grammar = await asyncio.to_thread(schema_grammar, schema, "tools")
     inputs = read_inputs(body)
     if ids is None:
         ids = await encode_chat(text, inputs, context=state.flags.context_length)
@@ -106,7 +107,7 @@ async def completion_generation(state: HttpState, request: ReqState, body: dict[
 async def read_completion(state: HttpState, options: CompletionRequest, ids: list[int] | None) -> GenerateRequest:
     """A checked completion body as the internal request, for this and other dialects. Args: ids: as in `chat_generation`. Raises ApiError."""
     validate.check_model(options.model, state.config.served_names)
-    grammar = grammar_of(options)
+    grammar = await _grammar(options)
     prompts = await _prompts(state.ready_text(), options, ids, state.flags.context_length)
     logprobs = -1 if options.logprobs is None else options.logprobs
     of_prompt = -1 if options.prompt_logprobs is None else options.prompt_logprobs
@@ -167,6 +168,12 @@ def _shared(options: GenerationOptions) -> dict[str, Any]:
     }
 
 
+async def _grammar(options: GenerationOptions) -> m.Grammar | None:
+    """In a thread: the check of a hostile schema takes a third of a second. Raises ApiError 400."""
+    given = options.model_fields_set & _FORMATS
+    return await asyncio.to_thread(grammar_of, options) if given else None
+
+
 def read_inputs(body: dict[str, Any]) -> ChatInputs:
     """What of a body decides its prompt. Raises ApiError 400."""
     try:
@@ -177,15 +184,21 @@ def read_inputs(body: dict[str, Any]) -> ChatInputs:
 
 async def encode_chat(text: TextModel, inputs: ChatInputs, *, context: int | None = None) -> list[int]:
     """Template and tokenizer, in a thread when it may take long. Args: context: as in `encode_text`. Raises ApiError 400."""
-    size = sum(len(str(message.get("content", ""))) for message in inputs.messages)
     try:
-        if size > _THREAD_ABOVE_CHARS or len(inputs.messages) > 100 or inputs.tools:
+        if inputs.tools or inputs.variables or len(inputs.messages) > 100 or _is_long(inputs):
             return await asyncio.to_thread(text.encoder.encode_inputs, inputs, context)
         return text.encoder.encode_inputs(inputs, context)
     except PromptTooLong as e:
         raise _too_long(e, context, "messages") from e
     except PromptError as e:
         raise ApiError(400, str(e)[:1000], param=e.param) from e
+
+
+def _is_long(inputs: ChatInputs) -> bool:
+    """Whether the prompt may take long. Calls of earlier answers are objects, whose size is not looked for."""
+    if any("tool_calls" in message for message in inputs.messages):
+        return True
+    return sum(len(text) for message in inputs.messages for text in message.values() if isinstance(text, str)) > _THREAD_ABOVE_CHARS
 
 
 async def encode_text(text: TextModel, prompt: str, *, add_special_tokens: bool, context: int | None = None, name: str = "prompt") -> list[int]:

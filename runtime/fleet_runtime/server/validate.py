@@ -28,6 +28,7 @@ from fleet_runtime.server.body import shown
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096
 _MAX_FAULTS: Final = 5
+_MOST_READ: Final = 10_000  # faults of one body: to read one takes a kilobyte
 
 _NULLS_INSIDE: Final = ("stream_options", "response_format", "structured_outputs")
 
@@ -182,6 +183,8 @@ def _same(value: Any, allowed: Any) -> bool:
 
 def _refusal(error: ValidationError, body: dict[str, Any]) -> ApiError:
     """The first faults as sentences; param is the path of the first."""
+    if (count := error.error_count()) > _MOST_READ:  # lists tell only their first: these are names
+        return ApiError(400, f"the body has {count} names that are not options of this server", code="unsupported_option")
     faults: dict[str, str] = {}
     for e in error.errors(include_url=False, include_context=False):
         path, union = _path(e["loc"])

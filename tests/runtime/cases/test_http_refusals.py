@@ -318,8 +318,9 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("not UTF-8", b'{"model":"\xff"}', "position 10"),
     ("lone surrogate", raw('"user":"\\ud800"'), "surrogate"),
     ("lone surrogate in a message", b'{"model":"tiny","messages":[{"role":"user","content":"a\\udfff"}]}', "messages[0].content"),
-    ("5,000 wrong messages", body(messages=[{"role": "user", "content": 5}] * 5000), "more"),
-    ("5,000 long wrong messages", body(messages=[{"role": "user", "content": {"x" * 400: 1}}] * 5000), "more"),
+    ("5,000 wrong messages", body(messages=[{"role": "user", "content": 5}] * 5000), "messages[0].content"),
+    ("5,000 long wrong messages", body(messages=[{"role": "user", "content": {"x" * 400: 1}}] * 5000), "messages[0].content"),
+    ("5,000 unknown names", raw(", ".join(f'"nosuch{i}":1' for i in range(5000))), "nosuch0"),
     ("seed of 65 bits", raw('"seed":9223372036854775808'), "9223372036854775807"),
     ("seed that is no whole number", raw('"seed":1.5'), "seed"),
     ("two bodies", raw("") + raw(""), "column"),
@@ -332,7 +333,8 @@ MALFORMED: list[tuple[str, bytes, str]] = [
 @pytest.mark.parametrize("path", [CHAT, COMP, "/v1/embeddings", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(("name", "data", "word"), MALFORMED, ids=[name for name, _, _ in MALFORMED])
 def test_a_malformed_body_is_refused_in_few_words(runtime: Runtime, path: str, name: str, data: bytes, word: str) -> None:
-    """Red with the first faults' limit (`_MAX_FAULTS`) at 10**9: the refusal of 5,000 messages is 400 KB."""
+    """Red with lists that tell each fault (`Items` without `fail_fast`) and the first faults' limit (`_MAX_FAULTS`) at 10**9: the refusal
+    of 5,000 messages is 400 KB."""
     answer = post(runtime, path, data)
     error = refused(answer)
     assert path != CHAT or word in error["message"]

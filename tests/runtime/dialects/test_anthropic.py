@@ -35,6 +35,7 @@ def test_the_official_client_reads_a_plain_answer(claude: anthropic.Anthropic) -
     assert [(b.type, b.text) for b in answer.content] == [("text", "Hello there")]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     assert answer.usage.cache_read_input_tokens == 16 and answer.usage.output_tokens == len("Hello there")
+    assert answer._request_id and len(answer._request_id) == 32, "the client reads it from the header request-id"
     counted = claude.messages.count_tokens(model="tiny", messages=ask(said("Hello there"))["messages"])
     assert counted.input_tokens == answer.usage.input_tokens + 16
 

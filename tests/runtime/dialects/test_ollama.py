@@ -103,6 +103,9 @@ def test_options_reach_the_scheduler(scripted: Runtime) -> None:
     sent = scripted.sent("Admit")[-1]
     assert sent["max_new"] == 2048 - len(sent["ids"]) and sent["repetition_penalty"] == 1.0
     assert (sent["temperature"], sent["top_k"], sent["top_p"]) == (0.8, 40, 0.9), "Ollama's defaults"
+    answer = post(scripted, messages=user("count:2"), options={"num_predict": 100_000}, stream=False)
+    sent = scripted.sent("Admit")[-1]
+    assert answer.status_code == 200 and sent["max_new"] == 2048 - len(sent["ids"]), "num_predict is a bound, not a promise"
 
 
 def test_formats_are_grammars(scripted: Runtime) -> None:

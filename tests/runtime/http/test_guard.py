@@ -84,3 +84,69 @@ async def test_a_request_that_asks_for_another_protocol_keeps_its_body(upgrade: 
     writer.close()
     server.should_exit = True
     await serving
+
+
+class Wire(asyncio.Transport):
+    """Where a protocol writes to: `data_received` is called with pieces as large as the test wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = bytearray()
+
+    def write(self, data: Any) -> None:
+        self.told += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def fed(*pieces: bytes) -> bytes:
+    """What a connection answers to these pieces."""
+    config = uvicorn.Config(echo, http=protocol_class(Guard(header_timeout_s=30, write_timeout_s=30)), ws="none", lifespan="off", log_config=None)
+    config.load()
+    server = uvicorn.Server(config)
+    protocol = config.http_protocol_class(config=config, server_state=server.server_state, app_state={})  # type: ignore[call-arg,operator]
+    wire = Wire()
+    protocol.connection_made(wire)
+    for piece in pieces:
+        protocol.data_received(piece)
+        for _ in range(20):
+            await asyncio.sleep(0)
+    while server.server_state.tasks:
+        await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    return bytes(wire.told)
+
+
+async def test_a_piece_with_a_long_body_and_the_start_of_the_next_request_is_not_a_long_header() -> None:
+    body = b"x" * 100_000
+    first = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    told = await fed(first + b"GET /b HT", b"TP/1.1\r\nHost: x\r\n\r\n")
+    assert told.count(b"HTTP/1.1 200") == 2 and b" 431 " not in told
+
+
+@pytest.mark.parametrize(("size", "status"), [(45_000, 200), (70_000, 431)])
+async def test_headers_are_counted_once_however_they_are_cut(size: int, status: int) -> None:
+    whole = b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * size + b"\r\n\r\n"
+    told = await fed(*[whole[i : i + 9000] for i in range(0, len(whole), 9000)])
+    assert told.startswith(b"HTTP/1.1 %d" % status)
+
+
+async def test_thousands_of_requests_for_another_protocol_in_one_piece_are_answered() -> None:
+    told = await fed(b"GET /a HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n" * 2000)
+    assert told.count(b"HTTP/1.1 200") == 2000
