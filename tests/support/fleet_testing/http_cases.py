@@ -1,4 +1,4 @@
-"""What the cases of part runtime-http share: CHAT and COMP of cases.md as raw bytes, streams read event by event, and ALIVE."""
+"""What the cases of part runtime-http share: chat and completion bodies as raw bytes, streams read event by event, and ALIVE."""
 
 from __future__ import annotations
 
