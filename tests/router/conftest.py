@@ -48,7 +48,7 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
         if wait:
             await until(lambda: fleet.ready() == len(workers), "all workers are ready")
             revisions = {w.record.model_revision for w in workers}
-            await until(lambda: all(edge.encoders.get(r)[0] is not None for r in revisions), "the tokenizers are here")
+            await until(lambda: all(edge.encoders.get(r) is not None for r in revisions), "the tokenizers are here")
         return fleet
 
     yield make

@@ -103,7 +103,7 @@ async def test_requests_that_wait_go_to_a_worker_that_comes(make_worker: MakeWor
     workers = [await make_worker(), await make_worker()]
     workers[1].ready = False
     fleet = await make_fleet(*workers, wait=False)
-    await until(lambda: fleet.ready() == 1 and fleet.edge.encoders.get(workers[0].record.model_revision)[0] is not None, "one worker is ready")
+    await until(lambda: fleet.ready() == 1 and fleet.edge.encoders.get(workers[0].record.model_revision) is not None, "one worker is ready")
     gate, first = await hold(workers[0], fleet)
     second = asyncio.create_task(fleet.chat(f"1 {PROMPT}"))
     await until(lambda: waiting(fleet) == 1, "it waits")
