@@ -41,7 +41,7 @@ COUNTERS: Final = (
     "grammar_rows_total",  # masks of tokens that a grammar allows
     "wasted_tokens_total",  # drawn for requests that had ended meanwhile
     "self_check_failures_total",
-    "scheduler_us_total",  # the scheduler's own work, without what the executor computes
+    "scheduler_us_total",  # processor time of the scheduler's own work, without what the executor computes
     "running_requests",
     "waiting_requests",
     "waiting_tokens",

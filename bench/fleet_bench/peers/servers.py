@@ -47,7 +47,22 @@ def ours(name: str, model: str, flags: Sequence[str]) -> Kind:
 
     def argv(port: int, second: int) -> list[str]:
         fixed = ["--model", model, "--served-model-name", MODEL, "--host", "127.0.0.1", "--internal-host", "127.0.0.1", "--drain-timeout", "2"]
-        ports = ["--data-port", str(port), "--internal-port", str(second), "--bootstrap-port", "0", "--transfer-port", "0", "--load-port", "0"]
+        ports = [
+            "--data-port",
+            str(port),
+            "--internal-port",
+            str(second),
+            "--bootstrap-port",
+            "0",
+            "--transfer-port",
+            "0",
+            "--load-port",
+            "0",
+            "--events-port",
+            "0",
+            "--replay-port",
+            "0",
+        ]
         sizes = ["--context-length", str(CONTEXT), "--kv-cache-memory", str(KV_BYTES), "--max-rows", str(MAX_ROWS), "--log-level", "warning"]
         return [sys.executable, "-m", "fleet_runtime", *fixed, *ports, *sizes, *flags]
 

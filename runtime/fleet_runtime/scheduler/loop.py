@@ -41,7 +41,7 @@ from fleet_runtime.scheduler.rows import Rows
 from fleet_runtime.scheduler.runner import InlineRunner, Runner, Ticket
 from fleet_runtime.scheduler.sampling import Draw, sampling_of
 from fleet_runtime.scheduler.self_check import SelfCheck
-from fleet_runtime.scheduler.stages import Stages
+from fleet_runtime.scheduler.stages import Stages, now_ns
 from fleet_runtime.transfer.base import (
     DecodeClosed,
     DecodeComplete,
@@ -347,9 +347,10 @@ class Scheduler:
         else:
             sampling = self._sampling(draws)
             self.stages.enter("launch")
+            began = now_ns()
             ticket = self.runner.step(batch, sampling)
-            if ticket.done:
-                self.stages.away(int((ticket.ended - ticket.begun) * 1e9))
+            if ticket.done:  # it was computed in this thread
+                self.stages.away(now_ns() - began)
         self._launched.append(Step(rows, draws, ticket, prefill=any(row.prefill for row in rows), late=late))
         return True
 
