@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_local.errors import ClusterError
-from fleet_local.layout import cache_folder
 from fleet_local.locks import one_at_a_time
 from fleet_local.processes import tail
 

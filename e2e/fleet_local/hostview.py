@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_contract.names import BUNDLED_MODELS_DIR, NATIVE_LIBRARY_DIR
-from fleet_local.layout import cache_folder
 
 IMAGE: Final = "localhost/radixfleet/local:dev"
 PAUSE_IMAGE: Final = "localhost/radixfleet/pause:dev"

@@ -13,17 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_local.errors import ClusterError
 from fleet_local.namespaces import COVERED, Namespaces
 
 SCHEMA: Final = 1
 DEFAULT_API_PORT: Final = 16443
 DEFAULT_ROUTER_PORT: Final = 8080
-
-
-def cache_folder() -> Path:
-    """What outlives clusters: built binaries and converted models."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixfleet"
 
 
 def default_state() -> Path:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_contract.names import API_GROUP, LABEL_SERVICE, PLURAL
 from fleet_local import binaries
 from fleet_local.api import ClusterClient
 from fleet_local.cluster import LocalCluster
 from fleet_local.errors import ClusterError
 from fleet_local.install import checkout, explain_pods, install_chart, local_values
-from fleet_local.layout import cache_folder, default_state
+from fleet_local.layout import default_state
 from fleet_local.locks import one_at_a_time
 from fleet_local.steps import Outcome, Progress
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_local.cluster import remove_tree
 from fleet_local.errors import ClusterError
-from fleet_local.layout import Layout, Memory, cache_folder, write_atomically
+from fleet_local.layout import Layout, Memory, write_atomically
 
 
 def test_two_clusters_never_share_a_name_and_one_keeps_its_own(tmp_path: Path) -> None:

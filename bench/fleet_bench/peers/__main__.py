@@ -18,6 +18,7 @@ from fleet_bench.peers.rounds import Results, Stage, measure_int8, measure_load,
 from fleet_bench.peers.scenarios import SCENARIOS
 from fleet_bench.peers.servers import Kind, ensure_kinds, ours
 from fleet_bench.report import write_json
+from fleet_contract.cache_folder import cache_folder
 
 SCHEMA: Final = "radixfleet-bench-runtime/1"
 PEERS: Final = ("vllm", "vllm-eager", "llama")
@@ -37,9 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=5, help="rounds of each scenario (default %(default)s; fewer are no claim)")
     p.add_argument("--start-rounds", type=int, help="rounds of `start` (default: as --rounds)")
     p.add_argument("--model", default="bundled://smollm2-135m-instruct", help="our --model (default %(default)s)")
-    p.add_argument(
-        "--model-folder", type=Path, default=Path.home() / ".cache/radixfleet/models/smollm2-135m-instruct", help="the same model for vLLM"
-    )
+    p.add_argument("--model-folder", type=Path, default=cache_folder() / "models/smollm2-135m-instruct", help="the same model for vLLM")
     p.add_argument("--ours-flags", default="--executor native", help="more flags of radixfleet-runtime (default '%(default)s')")
     p.add_argument("--int8-flags", default="--weight-dtype int8", help="added for int8 (default '%(default)s')")
     p.add_argument("--results", type=Path, default=Path("bench/results"), help="folder for the JSON (default %(default)s)")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import cache_folder
+
 STAMP: Final = "radixfleet-recipe"
 
 
@@ -48,7 +50,7 @@ class CannotSetUp(Exception):
 
 def bench_cache() -> Path:
     """Folder of the peers."""
-    return Path.home() / ".cache" / "radixfleet" / "bench"
+    return cache_folder() / "bench"
 
 
 def ensure(recipe: Recipe, say: Callable[[str], None]) -> Path:

@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_contract.names import ENV_MODELS
 
 STAMP_FILE: Final = ".radixfleet.json"  # says which source and which converter made the folder
@@ -70,7 +71,7 @@ def cache_dir() -> Path:
     """The user's folder of bundled models."""
     if folder := os.environ.get(ENV_MODELS):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixfleet" / "models"
+    return cache_folder() / "models"
 
 
 def ensure_bundled(name: str, models_dir: Path | None = None, *, source: Path | None = None, say: Callable[[str], None] = print) -> Path:

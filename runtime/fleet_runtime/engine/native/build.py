@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import cache_folder
 from fleet_contract.names import NATIVE_LIBRARY_DIR
 
 SOURCES: Final = Path(__file__).parent / "src"
@@ -61,7 +61,7 @@ def this_cpu() -> list[str]:
 
 def cache_dir() -> Path:
     """The user's folder of built libraries."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixfleet" / "native"
+    return cache_folder() / "native"
 
 
 def source_key() -> str:
