@@ -12,6 +12,7 @@ import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -48,7 +49,6 @@ class PromptEncoder:
             self.tokenizer: Tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as e:  # the library raises bare Exception
             raise TokenizerFilesError(f"tokenizer.json cannot be read: {e}") from e
-        self._longest = longest_token(json.loads(files["tokenizer.json"]))
         config = _json_object(files, "tokenizer_config.json")
         generation = _json_object(files, "generation_config.json")
         model = _json_object(files, "config.json")
@@ -121,12 +121,17 @@ class PromptEncoder:
             raise PromptError(f"the model's chat template refuses these messages: {e}{where}") from e
         return text if chat.continued is None else _cut_at(text, mark, chat)
 
+    @cached_property
+    def _longest_token(self) -> int:
+        """Of `bounds`. Looked for with the first text that may need it: a large vocabulary takes a moment."""
+        return longest_token(json.loads(self.tokenizer.to_str()))
+
     def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
         """Token ids of a text. A rendered chat already holds its special tokens: pass False there.
 
         Raises PromptTooLong when it can be told without tokenizing that there are more than `limit`; fewer than that may still be too many.
         """
-        if limit is not None and self._longest and (least := -(-len(text) // self._longest)) > limit:
+        if limit is not None and len(text) > limit and self._longest_token and (least := -(-len(text) // self._longest_token)) > limit:
             raise PromptTooLong(least)
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
