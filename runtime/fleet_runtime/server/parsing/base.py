@@ -191,6 +191,18 @@ class ToolParser(TextParser):
         """Whether no tool's name begins so. A name with escapes is judged when it is whole."""
         return len(start) > _MAX_NAME_CHARS or ("\\" not in start and not any(name.startswith(start) for name in self._names))
 
+    def _expect(self, markers: Markers, then: State) -> bool:
+        """One of the markers behind what is held: it is held too, and `then` is next. Where none stands, all is released."""
+        marker = self._ask(markers)
+        if marker is None:
+            return False
+        if not marker:
+            return self._release()
+        self._pos += len(marker)
+        self._held.append(marker)
+        self._state = then
+        return True
+
     # -- the object of one call
 
     def _before_object(self) -> bool:

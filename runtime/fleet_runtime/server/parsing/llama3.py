@@ -57,12 +57,4 @@ class Llama3Parser(ToolParser):
         self._held.append(self._skip_space())
         if self._next == "{":
             return self._begin_object(known_keys_only=True)
-        marker = self._ask(_TAG)
-        if marker is None:
-            return False
-        if not marker:
-            return self._release()
-        self._pos += len(marker)
-        self._held.append(marker)
-        self._state = self._before_object
-        return True
+        return self._expect(_TAG, self._before_object)

@@ -65,15 +65,7 @@ class QwenCoderParser(ToolParser):
 
     def _before_function(self) -> bool:
         self._held.append(self._skip_space())
-        marker = self._ask(_FUNCTION)
-        if marker is None:
-            return False
-        if not marker:
-            return self._release()
-        self._pos += len(marker)
-        self._held.append(marker)
-        self._state = self._in_name
-        return True
+        return self._expect(_FUNCTION, self._in_name)
 
     def _in_name(self) -> bool:
         """Up to `>`."""
