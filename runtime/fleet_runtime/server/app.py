@@ -25,6 +25,7 @@ from fleet_runtime.server.body import ClientGone
 from fleet_runtime.server.control_routes import add_control_routes
 from fleet_runtime.server.dialects import error_dialect, id_headers
 from fleet_runtime.server.intake import ERROR_BODY, Intake
+from fleet_runtime.server.metrics import endpoint_of
 from fleet_runtime.server.ollama_routes import add_ollama_routes
 from fleet_runtime.server.openai_routes import add_openai_routes
 from fleet_runtime.server.openapi import openapi
@@ -77,7 +78,7 @@ class Border:
             await _error_response(e, request_facts)(scope, receive, answer)
         except Exception:  # the request's border: it is answered already (`_on_fault`); the process and other requests go on
             log.exception("a request failed by a fault of ours", extra=facts(request_id=request_id))
-        endpoint = scope["route"].path if "route" in scope else "other"
+        endpoint = endpoint_of(scope)
         self._state.metrics.requests[endpoint, request_facts.get("counted_status", status)] += 1
 
 

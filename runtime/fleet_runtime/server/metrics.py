@@ -7,9 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from starlette.types import Scope
+
 _PREFIX: Final = "radixfleet_runtime_"
 _TTFT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+def endpoint_of(scope: Scope) -> str:
+    """The route of an ASGI request, as metrics and traces name it; `other` where none matched, since paths are the client's to choose."""
+    return str(scope["route"].path) if "route" in scope else "other"
 
 
 class Histogram:

@@ -23,6 +23,7 @@ from fleet_runtime.server.answer import Usage
 from fleet_runtime.server.embeddings import WAVE, EmbeddingJob, embed_admits, embedding_answer
 from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
+from fleet_runtime.server.metrics import endpoint_of
 from fleet_runtime.server.requests import Generation
 from fleet_runtime.server.state import HttpState
 from fleet_runtime.server.traces import Stages, carrier_of
@@ -154,7 +155,7 @@ class AdmittedResponse(Response):
 
     def _stages(self, status: int, usage: Usage, scope: Scope) -> Stages:
         return Stages(
-            endpoint=scope["route"].path if "route" in scope else "other",
+            endpoint=endpoint_of(scope),
             started=self._request.started_at,
             admitted=self._request.admitted_at,
             first_token=self._first_at or 0.0,
