@@ -13,7 +13,7 @@ from fleet_contract.launch import RuntimeLaunch
 from fleet_runtime.engine.base import Executor, Progress
 from fleet_runtime.engine.memory import pages_in
 from fleet_runtime.errors import StartError
-from fleet_runtime.models.files import SIMULATED
+from fleet_runtime.models.files import executor_of
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +30,7 @@ def make_executor(flags: RuntimeLaunch, model_folder: str | Path | None, threads
     Args: model_folder: of `models.files.resolve_model`; empty or None for simulated://. threads: for arithmetic. progress: percent and words.
     Raises StartError(ModelInvalid | OutOfMemory | BadFlag).
     """
-    simulated = flags.model.startswith(SIMULATED)
-    name = "simulated" if flags.executor == "auto" and simulated else flags.executor
-    if (name == "simulated") != simulated:
-        raise StartError(
-            "BadFlag",
-            f"--executor is {flags.executor!r} and --model is {flags.model!r}: the simulated executor goes with simulated:// and only with it",
-        )
-    return EXECUTORS[name](flags, Path(model_folder) if model_folder else None, threads, progress)
+    return EXECUTORS[executor_of(flags)](flags, Path(model_folder) if model_folder else None, threads, progress)
 
 
 def _make_simulated(flags: RuntimeLaunch, model_folder: Path | None, threads: int, progress: Progress) -> Executor:

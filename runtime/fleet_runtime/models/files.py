@@ -1,6 +1,6 @@
 """From a model URI to its files: where the folder is, whether it is whole, and the revision that names its content.
 
-Called by the supervisor before any child starts, and by http and detokenizer for the text files. Standard library only: no torch.
+Called by the supervisor before any child starts, and by http and detokenizer for the text files. No torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import BUNDLED_MODELS_DIR, ENV_MODELS
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.bundled import BUNDLED_MODELS, cache_dir
@@ -28,6 +29,18 @@ _SINGLE: Final = "model.safetensors"
 # Bytes of each tensor that go into the revision: so many pieces, evenly spread, of so many bytes. Smaller tensors go in whole.
 _SAMPLES: Final = 8
 _SAMPLE_BYTES: Final = 64
+
+
+def executor_of(flags: RuntimeLaunch) -> str:
+    """`--executor`, where `auto` for simulated:// is simulated. Raises StartError(BadFlag) for an executor that does not go with the model."""
+    simulated = flags.model.startswith(SIMULATED)
+    name = "simulated" if flags.executor == "auto" and simulated else flags.executor
+    if (name == "simulated") != simulated:
+        raise StartError(
+            "BadFlag",
+            f"--executor is {flags.executor!r} and --model is {flags.model!r}: the simulated executor goes with simulated:// and only with it",
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from fleet_contract.logs import facts
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import StartError
-from fleet_runtime.models.files import SIMULATED, resolve_model
+from fleet_runtime.models.files import executor_of, resolve_model
 from fleet_runtime.supervisor.facts import find_threads, identity_from_env
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,7 @@ def prepare(flags: RuntimeLaunch, env: Mapping[str, str]) -> Prepared:
     """Raises StartError with what the user should do."""
     started = time.monotonic()
     model = resolve_model(flags.model)
-    simulated = flags.model.startswith(SIMULATED)
-    if flags.executor != "auto" and simulated != (flags.executor == "simulated"):
-        raise StartError("BadFlag", f"--model {flags.model} with --executor {flags.executor}: simulated:// goes with --executor simulated only")
+    executor_of(flags)
     log.info("model found", extra=facts(model=flags.model, folder=str(model.folder or ""), revision=model.revision, seconds=_since(started)))
     sockets = [listen(flags.host, flags.data_port, "--data-port")]
     try:
