@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_router.relay import cached_tokens, event_end
+from fleet_router.sse import cached_tokens, event_end
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until

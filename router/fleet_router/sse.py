@@ -1,0 +1,91 @@
+"""Server-sent events as bytes: where whole events end, what their numbers say, and the one event that a client did not ask for.
+
+Used by relay on every piece of a stream; nothing here changes a byte of an event that is passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+_BLANK_LINE: Final = re.compile(rb"\r?\n\r?\n")
+_CACHED: Final = b'"cached_tokens":'
+_MADE: Final = b'"completion_tokens":'
+_NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
+
+
+def event_end(data: bytes) -> int:
+    """Where the last whole SSE event of `data` ends; 0 without one."""
+    end = data.rfind(b"\n\n") + 2
+    other = data.rfind(b"\n\r\n") + 3
+    return max(end if end > 1 else 0, other if other > 2 else 0)
+
+
+def split_events(data: bytes) -> Iterator[bytes]:
+    """The events of `data`, each with its blank line; what follows the last one comes last."""
+    start = 0
+    for match in _BLANK_LINE.finditer(data):
+        yield data[start : match.end()]
+        start = match.end()
+    if start < len(data):
+        yield data[start:]
+
+
+def event_json(event: bytes) -> Any:
+    """The JSON of an event's `data:` line; None when it has none."""
+    line = next((x for x in event.splitlines() if x.startswith(b"data:")), b"")
+    try:
+        return msgspec.json.decode(line[5:])
+    except msgspec.DecodeError:
+        return None
+
+
+class UsageFilter:
+    """Takes the event with the usage out of a stream whose client did not ask for it, and keeps it for the books.
+
+    It is fed with whole events, however the stream was cut. OpenAI's API: with `stream_options.include_usage` the last event before
+    `[DONE]` has no choices and the usage of the whole request.
+    """
+
+    def __init__(self) -> None:
+        self.event = b""
+
+    def __call__(self, data: bytes) -> bytes:
+        """`data` without that event."""
+        if not any(mark in data for mark in _NO_CHOICES):
+            return data
+        kept: list[bytes] = []
+        for event in split_events(data):
+            if self._is_usage(event):
+                self.event = event
+            else:
+                kept.append(event)
+        return b"".join(kept)
+
+    @staticmethod
+    def _is_usage(event: bytes) -> bool:
+        if not any(mark in event for mark in _NO_CHOICES):
+            return False
+        said = event_json(event)
+        return isinstance(said, dict) and said.get("choices") == [] and isinstance(said.get("usage"), dict)
+
+
+def cached_tokens(text: bytes) -> int | None:
+    """The last `"cached_tokens": N` of an answer's end; None without one."""
+    return _last_number(text, _CACHED)
+
+
+def completion_tokens(text: bytes) -> int | None:
+    """The last `"completion_tokens": N` of an answer's end; None without one."""
+    return _last_number(text, _MADE)
+
+
+def _last_number(text: bytes, name: bytes) -> int | None:
+    at = text.rfind(name)
+    if at < 0:
+        return None
+    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
+    return int(digits) if digits.isdigit() else None
