@@ -21,6 +21,7 @@ INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
 DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
 MAX_CHOICES: Final = 128  # more is refused by the runtime
 RESERVED_PREFIX: Final = "bootstrap_"
+RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -62,7 +63,7 @@ def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
     for name in fields:
-        if name.startswith(RESERVED_PREFIX):
+        if name.startswith(RESERVED_PREFIX) or name in RESERVED_FIELDS:
             raise ApiError(400, f"field {name[:60]!r} is reserved between router and workers; leave it out", code="reserved_field", param=name[:60])
     model = _scalar(fields, "model")
     if model is None and not model_required:

@@ -134,7 +134,7 @@ class Aborter:
     async def _call(self, worker: WorkerView, path: str, body: bytes) -> None:
         for _ in range(2):
             try:
-                headers = key_headers(worker.record)
+                headers = key_headers(worker.record.key_env)
                 await fetch(self._pool, worker.host, worker.port, "POST", path, body=body, headers=headers, timeout_s=ABORT_TIMEOUT_S)
                 return
             except ApiError as e:

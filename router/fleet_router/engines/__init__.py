@@ -6,8 +6,10 @@ from typing import Final
 
 from fleet_router.engines.base import Engine
 from fleet_router.engines.radixfleet import Radixfleet
+from fleet_router.engines.sglang import Sglang
+from fleet_router.engines.vllm import Vllm
 
-_ENGINES: Final[dict[str, Engine]] = {e.kind: e for e in (Radixfleet(),)}
+_ENGINES: Final[dict[str, Engine]] = {Radixfleet.kind: Radixfleet(), Vllm.kind: Vllm(), Sglang.kind: Sglang()}
 
 
 def engine_of(kind: str) -> Engine:

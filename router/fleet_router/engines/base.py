@@ -7,7 +7,7 @@ is made for each attempt. What crosses the network is each engine's own document
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -16,14 +16,19 @@ import msgspec
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
 from fleet_router.body import Parsed, Prompt
-from fleet_router.engines.target import Target
 from fleet_router.http_client import request_parts
 from fleet_router.lease import Lease, Leg
+from fleet_router.target import Target
 
 _any: Final = msgspec.json.Decoder()
 
 Parts = tuple[bytes, ...]  # the bytes of one HTTP request
-Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]  # GET a path of the worker: status and body. Raises ApiError
+
+
+class Fetch(Protocol):
+    """GET a path of a worker, of another of its ports where one is given: status and body. Raises ApiError."""
+
+    async def __call__(self, path: str, *, port: int = 0) -> tuple[int, bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +131,9 @@ def asks_usage(fields: Mapping[str, msgspec.Raw]) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
-def key_headers(record: WorkerRecord) -> list[tuple[str, str]]:
-    """The worker's API key, where the user gave one."""
-    key = os.environ.get(record.key_env, "") if record.key_env else ""
+def key_headers(key_env: str) -> list[tuple[str, str]]:
+    """The worker's API key, where the user named an environment variable that holds one."""
+    key = os.environ.get(key_env, "") if key_env else ""
     return [("Authorization", f"Bearer {key}")] if key else []
 
 

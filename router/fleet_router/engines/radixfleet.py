@@ -10,8 +10,8 @@ from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_contract.worker import AbortRequest, PrefillAnswer, WorkerRecord
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, post
 from fleet_router.engines.rooms import ROOMS
-from fleet_router.engines.target import Target
 from fleet_router.lease import Leg
+from fleet_router.target import Target
 
 
 class Radixfleet:
