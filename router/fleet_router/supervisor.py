@@ -160,7 +160,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening TCP socket that children inherit. Raises CannotStart."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        s = socket.socket(family, socket.SOCK_STREAM)
+        s = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sends small pieces at once only where it knows that
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(address)
         s.listen(1024)
