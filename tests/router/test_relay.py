@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_router.relay import cached_tokens, event_end
+from fleet_router.dialects import OPENAI
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -390,11 +390,11 @@ async def test_counts_are_zero_after_clients_and_workers_failed_in_every_way(mak
     [(b"data: 1\n\n", 9), (b"data: 1\n\ndata", 9), (b"data: 1\r\n\r\n", 11), (b"data", 0), (b"\n", 0), (b"", 0), (b"a\n\nb\r\n\r\nc", 8)],
 )
 def test_the_end_of_the_last_whole_event(data: bytes, end: int) -> None:
-    assert event_end(data) == end
+    assert OPENAI.event_end(data) == end
 
 
 @pytest.mark.parametrize(
     ("text", "n"), [(b'{"cached_tokens": 48}', 48), (b'{"cached_tokens":0,"x":1}', 0), (b"{}", None), (b'"cached_tokens": null', None)]
 )
 def test_cached_tokens_are_found(text: bytes, n: int | None) -> None:
-    assert cached_tokens(text) == n
+    assert OPENAI.cached_tokens(text) == n
