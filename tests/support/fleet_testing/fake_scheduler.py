@@ -135,8 +135,8 @@ class FakeScheduler:
                 self.fail(rid, index, 499, "aborted", message.reason)
         elif isinstance(message, m.Control):
             self.control(message)
-        elif isinstance(message, m.Stopped):
-            self.rows.pop((message.rid, message.index), None)
+        elif isinstance(message, m.Stopped) and (row := self.rows.pop((message.rid, message.index), None)) is not None:
+            self.send(m.DETOKENIZER, m.SampledBatch(items=[m.Sampled(message.rid, message.index, [], row.sent, "stop", 16)]))
 
     def control(self, message: m.Control) -> None:
         status, data = 200, {"op": message.op, "args": message.args}
