@@ -54,6 +54,7 @@ class SchedulerInfo(Struct, array_like=True, frozen=True):
     replay_port: int = 0
     transfer_backends: list[str] = field(default_factory=list)
     profile: Profile = Profile()
+    vocab_size: int = 0  # of the model: ids from here on have no weights, though the tokenizer may have some; 0: not told
 
 
 class Ready(_Message, tag="ready"):
