@@ -21,7 +21,6 @@ from fleet_contract.worker import PrefillAnswer
 from fleet_runtime import messages as m
 from fleet_runtime.server.answer import Piece, Usage
 from fleet_runtime.server.embeddings import WAVE, EmbeddingJob, embed_admits, embedding_answer
-from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
 from fleet_runtime.server.metrics import endpoint_of
 from fleet_runtime.server.requests import Generation
@@ -123,7 +122,7 @@ class AdmittedResponse(Response):
         return ApiError(504, f"no token came within {self._request.routed.deadline_ms} ms", type=TIMEOUT, code="deadline_exceeded")
 
     async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
-        """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
+        """An error as the answer, or as the last event of a stream that has begun. The body ends as its framing says, so the connection serves on."""
         if not self._request.admitted:
             self._state.manager.reject(self._request, error)
         level = logging.WARNING if error.status in (500, 504) else logging.DEBUG
@@ -132,8 +131,6 @@ class AdmittedResponse(Response):
         )
         if not self._started:
             raise error  # the application's border answers it
-        if (connection := scope["state"].get(CONNECTION)) is not None:
-            connection.close_after_response()
         await send({"type": "http.response.body", "body": self._error_event(error, scope["state"]["request_id"]), "more_body": False})
 
     async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
