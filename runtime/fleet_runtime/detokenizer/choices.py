@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fleet_runtime import messages as m
-from fleet_runtime.detokenizer.incremental import Decode, IncrementalText
+from fleet_runtime.detokenizer.incremental import Decode, IncrementalText, unspaced
 from fleet_runtime.detokenizer.stops import Met, StopFilter
 
 Key = tuple[str, int]  # rid, index
@@ -44,10 +44,11 @@ class Choices:
     """State of every open choice. A choice opens with its first Sampled, and is dropped with the scheduler's terminal message, which comes for
     every one: that of a choice which a stop string ended here is the sign that nothing more of it comes, and goes no further."""
 
-    def __init__(self, decode: Decode, special_ids: Collection[int]) -> None:
+    def __init__(self, decode: Decode, special_ids: Collection[int], added_ids: Collection[int] = ()) -> None:
         """Args: decode: with the text of special tokens. special_ids: those that have text only in choices that ask for it; the others skip
-        them before decoding."""
+        them before decoding. added_ids: those that a tokenizer may write a space between, which a choice may not want."""
         self._decode = decode
+        self._unspaced = unspaced(decode, frozenset(added_ids))
         self._special = frozenset(special_ids)
         self._open: dict[Key, _Choice] = {}
         self._stopped: set[Key] = set()  # ended here: the scheduler's terminal message is still to come
@@ -115,7 +116,8 @@ class Choices:
 
     def _opened(self, asked: m.OpenText) -> _Choice:
         skipped = frozenset[int]() if asked.keep_special else self._special
-        text = IncrementalText(self._decode, [i for i in asked.prompt_tail if i not in skipped])
+        decode = self._unspaced if asked.keep_special and not asked.spaces_between_special else self._decode
+        text = IncrementalText(decode, [i for i in asked.prompt_tail if i not in skipped])
         return _Choice(text, StopFilter(asked.stop, include=asked.include_stop), skipped, asked.prompt_tokens, asked.min_tokens, asked.serial)
 
     def _finish(self, key: Key, choice: _Choice, item: m.Sampled, pieces: list[str], out: Output) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from fleet_runtime import messages as m
 from fleet_runtime.detokenizer.choices import Choices
@@ -148,6 +148,18 @@ def test_stops_after_min_tokens_shown_or_not(text: str, stop: str, least: int, i
         assert "".join(t.text for t in got) == out
         assert (got[-1].stopped_by, got[-1].completion_tokens, got[-1].finish) == (by, tokens, "stop" if by else "length")
         assert len(c) == 0
+
+
+@pytest.mark.parametrize(("keep", "spaces", "text"), [(True, True, "a <s> </s> b <s>"), (True, False, "a <s></s> b <s>"), (False, False, "a b")])
+def test_spaces_between_special_tokens_are_left_out_on_request(keep: bool, spaces: bool, text: str) -> None:
+    """With a tokenizer that joins its tokens by spaces: one without a decoder."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    c = Choices(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), [2, 3], [2, 3])
+    opened = m.OpenText(prompt_tail=[], stop=[], prompt_tokens=1, keep_special=keep, spaces_between_special=spaces)
+    out = c.push([m.Sampled("r", 0, [0], 1, open=opened)]).texts
+    out += c.push([m.Sampled("r", 0, [2, 3], 3), m.Sampled("r", 0, [1], 4), m.Sampled("r", 0, [2], 5, "stop")]).texts
+    assert "".join(t.text for t in out) == text
 
 
 def test_special_tokens_have_text_only_on_request() -> None:
