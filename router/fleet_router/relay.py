@@ -1,7 +1,7 @@
 """One attempt at a request: sends its legs, merges what comes back, streams the answer's bytes unchanged, ends everything with it.
 
 Called by `service` with a lease; never retries itself, but says whether another attempt may. How the legs of a pair are written and
-find each other is the hand-over of their engine (`engines`). A stream is passed on in whole SSE events only, so that an error event can
+find each other is the hand-over of their engine (`engines`). A stream is passed on in whole events only, so that an error event can
 always follow what the client has; bytes are never changed. Callbacks on the event loop, no task per leg.
 """
 
@@ -17,14 +17,15 @@ from typing import Final
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
-from fleet_router.body import Parsed, Prompt
+from fleet_router.body import CHAT, COMPLETIONS, Parsed, Prompt
+from fleet_router.dialects import OPENAI
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
 from fleet_router.http_client import Handle, Pool, collect, fetch
 from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
-from fleet_router.sse import UsageFilter, cached_tokens, completion_tokens, event_end
+from fleet_router.sse import UsageFilter
 from fleet_router.table import WorkerView
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class _LegSink:
                 self.content_type = value
             elif lower == b"retry-after":
                 self.retry_after = value
-        self.streaming = self.serving and status == 200 and self.content_type.startswith(b"text/event-stream")
+        self.streaming = self.serving and status == 200 and self.attempt.dialect.is_stream(self.content_type)
 
     def on_body(self, data: bytes) -> None:
         if self.streaming:
@@ -226,6 +227,9 @@ class Attempt:
 
     def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: Lease, timing: Timing) -> None:
         self.streamed = False
+        self.dialect = OPENAI  # of the request's path, see `run`
+        self.events = 0  # of the stream, as far as it was passed on
+        self.made: int | None = None  # tokens of the answer, as its end told them
         self._pool = pool
         self._aborter = aborter
         self._exchange = exchange
@@ -259,6 +263,7 @@ class Attempt:
     async def run(self, parsed: Parsed, prompt: Prompt) -> Outcome:
         """Sends the legs and waits for the end. Cancelled: ends the legs first, or leaves them to end when they may."""
         exchange = self._exchange
+        self.dialect = parsed.dialect
         if exchange.gone:
             self._lease.release()
             return Outcome(gone=True)
@@ -284,7 +289,7 @@ class Attempt:
             return
         if self._held:
             data = self._held + data
-        end = event_end(data)
+        end = self.dialect.event_end(data)
         if end:
             self._held = data[end:]
             self._pass_events(data[:end] if self._held else data)
@@ -298,7 +303,7 @@ class Attempt:
         """The serving leg's stream is over; without an error it ended as HTTP says, but may still lack its last event."""
         if self._over:
             return
-        ended, failed = self._stream_words()
+        ended, failed = self.dialect.last_words(self._tail[1])
         if not self.streamed:
             worker = self._lease.serving.worker
             lost = error or errors.worker_lost(worker.name, "the stream was empty")
@@ -309,8 +314,8 @@ class Attempt:
             self._exchange.finish()
         else:
             if not failed and not self._mid_event:
-                lost = error or errors.worker_lost(self._lease.serving.worker.name, "the stream ended without [DONE]")
-                self._exchange.write(errors.sse_event(lost, self._exchange.request.request_id))
+                lost = error or errors.worker_lost(self._lease.serving.worker.name, f"the stream ended without {self.dialect.end_name}")
+                self._exchange.write(self.dialect.error_event(lost, self._exchange.request.request_id))
             self._exchange.cut()
         self._finish(Outcome(streamed=True))
 
@@ -323,8 +328,9 @@ class Attempt:
         elif self._left is not None:
             self._finish(Outcome(gone=True))
         else:
-            if self._lease.prefill is None and (cached := cached_tokens(answer.body)) is not None:
+            if self._lease.prefill is None and (cached := self.dialect.cached_tokens(answer.body)) is not None:
                 self._lease.cached(cached)
+            self.made = self.dialect.made_tokens(answer.body)
             self._finish(Outcome(answer=answer))
 
     def on_failure(self, sink: _LegSink, failure: Failure) -> None:
@@ -405,7 +411,7 @@ class Attempt:
         deadline_ms = max(1, int(self._timing.first_token_s * 1000))
         sending = Sending(self._lease, parsed, prompt, self.rid, self._exchange.request.request_id, deadline_ms)
         self._stream_asked = parsed.stream
-        if self._serving.engine.wants_usage and parsed.stream and not asks_usage(parsed.fields):
+        if self._serving.engine.wants_usage and parsed.stream and parsed.path in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
             self._usage = UsageFilter()
         self._hand_over = self._serving.engine.hand_over(sending)
         for leg, parts in self._hand_over.first():
@@ -456,19 +462,16 @@ class Attempt:
             self._set_timer(self._timing.silence_s, self._check_silence)
         self._mid_event = mid_event
         self._tail = (self._tail[1], data)
+        self.events += self.dialect.events(data)
         self._exchange.write(data)
-
-    def _stream_words(self) -> tuple[bool, bool]:
-        """Does the stream's last event say it is complete; does it say it failed."""
-        last = self._tail[1].replace(b"\r\n", b"\n").rstrip(b"\n").rsplit(b"\n\n", 1)[-1]
-        return last.endswith(b"[DONE]"), last.startswith(b'data: {"error"')
 
     def _learn_from_stream(self) -> None:
         tail = self._usage.event if self._usage is not None else self._tail[0][-4096:] + self._tail[1][-4096:]
-        if self._lease.prefill is None and (cached := cached_tokens(tail)) is not None:
+        if self._lease.prefill is None and (cached := self.dialect.cached_tokens(tail)) is not None:
             self._lease.cached(cached)
-        if self.first_byte_at is not None and not self._was_paused and (made := completion_tokens(tail)) is not None:
-            self._lease.answered(made, self._last_at - self.first_byte_at)
+        self.made = self.dialect.made_tokens(tail)
+        if self.first_byte_at is not None and not self._was_paused and self.made is not None:
+            self._lease.answered(self.made, self._last_at - self.first_byte_at)
 
     def _finish(self, outcome: Outcome) -> None:
         """Exactly once: the outcome, the end of what still runs, the counts."""

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: where whole events end, what their numbers say, and the one event that a client did not ask for.
+"""Server-sent events as bytes: one by one, and the one event that a client did not ask for.
 
 Used by relay on every piece of a stream; nothing here changes a byte of an event that is passed on.
 """
@@ -12,16 +12,7 @@ from typing import Any, Final
 import msgspec
 
 _BLANK_LINE: Final = re.compile(rb"\r?\n\r?\n")
-_CACHED: Final = b'"cached_tokens":'
-_MADE: Final = b'"completion_tokens":'
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
-
-
-def event_end(data: bytes) -> int:
-    """Where the last whole SSE event of `data` ends; 0 without one."""
-    end = data.rfind(b"\n\n") + 2
-    other = data.rfind(b"\n\r\n") + 3
-    return max(end if end > 1 else 0, other if other > 2 else 0)
 
 
 def split_events(data: bytes) -> Iterator[bytes]:
@@ -71,21 +62,3 @@ class UsageFilter:
             return False
         said = event_json(event)
         return isinstance(said, dict) and said.get("choices") == [] and isinstance(said.get("usage"), dict)
-
-
-def cached_tokens(text: bytes) -> int | None:
-    """The last `"cached_tokens": N` of an answer's end; None without one."""
-    return _last_number(text, _CACHED)
-
-
-def completion_tokens(text: bytes) -> int | None:
-    """The last `"completion_tokens": N` of an answer's end; None without one."""
-    return _last_number(text, _MADE)
-
-
-def _last_number(text: bytes, name: bytes) -> int | None:
-    at = text.rfind(name)
-    if at < 0:
-        return None
-    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
-    return int(digits) if digits.isdigit() else None

@@ -13,12 +13,13 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import AbortRequest, Ports, WorkerRecord
+from fleet_router.dialects import OPENAI
 from fleet_router.engines import openai_worker
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, key_headers, post
 from fleet_router.engines.openai_worker import count
 from fleet_router.engines.rooms import ROOMS
 from fleet_router.lease import Leg
-from fleet_router.sse import cached_tokens, event_json
+from fleet_router.sse import event_json
 from fleet_router.target import Target
 
 # Paths, older name first; a server that does not have one answers 404.
@@ -88,6 +89,7 @@ class Sglang:
         lease = sending.lease
         if lease.prefill is None:
             return Alone(lease.serving, request(sending, lease.serving))
+        openai_worker.check_pair_path(sending.parsed)
         return BootstrapHandOver(sending)
 
     def abort_body(self, rid: str) -> bytes:
@@ -129,7 +131,7 @@ class BootstrapHandOver:
         return None
 
     def cached(self, body: bytes) -> int | None:
-        return cached_tokens(body)
+        return OPENAI.cached_tokens(body)
 
     def release(self) -> Parts | None:
         return None

@@ -13,12 +13,13 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import Ports, WorkerRecord
+from fleet_router.dialects import OPENAI
 from fleet_router.engines import openai_worker
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, key_headers, post
 from fleet_router.engines.openai_worker import count
 from fleet_router.engines.prometheus import labels_of, total
 from fleet_router.lease import Leg
-from fleet_router.sse import cached_tokens, event_json
+from fleet_router.sse import event_json
 from fleet_router.target import MOONCAKE, Target
 
 RUNNING: Final = "vllm:num_requests_running"
@@ -90,6 +91,7 @@ class Vllm:
         lease = sending.lease
         if lease.prefill is None:
             return Alone(lease.serving, request(sending, lease.serving))
+        openai_worker.check_pair_path(sending.parsed)
         if openai_worker.choices(sending.parsed) > 1:
             text = "n, best_of and lists of prompts need a vLLM worker that serves alone; send one request for each answer"
             raise ApiError(400, text, code="unsupported_by_pair", param="n")
@@ -133,7 +135,7 @@ class NixlHandOver:
         return request(self._sending, self._sending.lease.serving, {"kv_transfer_params": self._params} if self._params is not None else None)
 
     def cached(self, body: bytes) -> int | None:
-        return cached_tokens(body)
+        return OPENAI.cached_tokens(body)
 
     def release(self) -> Parts | None:
         if self._params is None:
@@ -174,7 +176,7 @@ class MooncakeHandOver:
         return None
 
     def cached(self, body: bytes) -> int | None:
-        return cached_tokens(body)
+        return OPENAI.cached_tokens(body)
 
     def release(self) -> Parts | None:
         return None  # the prefill drops what nobody fetches by its own limit: the transfer id ended with the decode
