@@ -483,6 +483,9 @@ class Attempt:
         if self._left is not None:
             outcome = Outcome(gone=True)
             self._left.set_result(None)
+        if outcome.failure is not None and outcome.failure.error.code == CODE_STALE_WORKER:
+            for leg in self._lease.legs():  # either may say so of the other
+                self._lease.desk.suspect(leg.worker, outcome.failure.error.message)
         if not self._outcome.done():
             self._outcome.set_result(outcome)
         complete = outcome.answer is not None or (outcome.streamed and not outcome.gone and not self._serving.open)
