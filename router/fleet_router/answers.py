@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from fleet_contract.worker import ProbeRequest
-from fleet_router import reports
+from fleet_router import overview, reports
 from fleet_router.brain import Brain
 from fleet_router.link import Ask
 from fleet_router.service import DataService
@@ -31,6 +31,10 @@ class Answers:
                 return msgspec.msgpack.encode(reports.snapshot(brain, self._connections()))
             case "workers":
                 return msgspec.json.encode({"routerId": brain.settings.router_id, "synced": brain.synced, "workers": reports.workers(brain)})
+            case "queue":
+                return msgspec.json.encode({"queues": overview.queues(brain)})
+            case "overview":
+                return msgspec.json.encode(overview.overview(brain, self._connections()))
             case "fleet":
                 return msgspec.json.encode(reports.fleet(brain, *ask.args))
             case "probe":
