@@ -13,7 +13,7 @@ import msgspec
 
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import chain_hashes, namespace_hash
-from fleet_router.decide.index import STRIDE
+from fleet_router.decide.keys import STRIDE
 from fleet_text.chat import CHAT_FIELDS, PromptError, chat_inputs
 from fleet_text.prompt import PromptEncoder
 

@@ -26,7 +26,7 @@ from fleet_router.http_client import Handle, Pool, fetch, request_parts
 from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
-from fleet_router.table import Worker
+from fleet_router.table import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Failure:
     """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any."""
 
     error: ApiError
-    worker: Worker
+    worker: WorkerView
     answer: Answer | None = None
 
     @property
@@ -115,7 +115,7 @@ class Aborter:
         self._count = count
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def abort(self, worker: Worker, rid: str) -> None:
+    def abort(self, worker: WorkerView, rid: str) -> None:
         """Returns at once; tried twice."""
         task = asyncio.get_running_loop().create_task(self._call(worker, rid))
         self._tasks.add(task)
@@ -126,7 +126,7 @@ class Aborter:
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=ABORT_TIMEOUT_S)
 
-    async def _call(self, worker: Worker, rid: str) -> None:
+    async def _call(self, worker: WorkerView, rid: str) -> None:
         self._count.add("aborts_total")
         body = msgspec.json.encode(AbortRequest(rid))
         for _ in range(2):
@@ -362,7 +362,7 @@ class Attempt:
         prefill = self._lease.prefill
         return RoutedHeaders(
             rid=self.rid,
-            pick=(self._lease.brain.pick_id, leg.pick.number),
+            pick=(self._lease.desk.pick_id, leg.pick_number),
             deadline_ms=max(1, int(self._timing.first_token_s * 1000)),
             leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
             rooms=rooms,

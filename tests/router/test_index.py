@@ -15,7 +15,8 @@ from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_router.decide import events
 from fleet_router.decide.events import EventBook, Stored
 from fleet_router.decide.history import History
-from fleet_router.decide.index import BLOCK_TOKENS, DISK, GPU, HOST, SETTLE_S, STRIDE, PrefixIndex, Run, StoreResult
+from fleet_router.decide.index import DISK, GPU, HOST, SETTLE_S, PrefixIndex, Run, StoreResult
+from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
 
 NS = namespace_hash("0011")
 

@@ -219,7 +219,7 @@ async def test_a_prefill_worker_has_nothing_in_flight_after_its_hand_over(make_w
     by_role: dict[str, Any] = {}
 
     def handed_over() -> bool:
-        by_role.update({w["role"]: w["inflight"] for w in fleet.brain.workers()})
+        by_role.update({w["role"]: w["inflight"] for w in fleet.told()})
         return bool(decode.legs) and by_role == {"prefill": 0, "decode": 1}
 
     await until(handed_over, "the prefill is idle while the decode works")
@@ -381,7 +381,7 @@ async def test_counts_are_zero_after_clients_and_workers_failed_in_every_way(mak
     for start in range(0, 120, 20):
         await asyncio.gather(*(one(n) for n in range(start, start + 20)))
     await fleet.idle()
-    for worker in fleet.brain._workers:
+    for worker in fleet.brain.workers:
         assert worker.load.picks == {}
 
 
