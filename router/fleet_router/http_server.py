@@ -31,7 +31,7 @@ MAX_KNOWN_HEAD: Final = 2 << 10  # bytes of each
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 _REASONS: Final = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
+    200: b"OK", 204: b"No Content", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
     408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
     422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
     502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
@@ -109,6 +109,8 @@ class ServerState:
     handler: Handler
     make_request_id: Callable[[bytes | None], str]
     on_limit: Callable[[str], None]
+    write_error: Callable[[str, ApiError, str], bytes] = lambda path, error, request_id: error.body(request_id)
+    more_head: Callable[[Request], bytes] = lambda request: b""  # header lines of every answer
     connections: set[DataProtocol] = field(default_factory=set)
     draining: bool = False
     heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
@@ -124,7 +126,7 @@ class ServerState:
 class Exchange:
     """The answer to one request. All writes are dropped once the client is gone; `on_gone` tells it at once."""
 
-    __slots__ = ("_chunked", "_protocol", "ended", "on_gone", "on_pause", "on_resume", "request", "started", "status")
+    __slots__ = ("_chunked", "_protocol", "ended", "head_lines", "on_gone", "on_pause", "on_resume", "request", "started", "status")
 
     def __init__(self, protocol: DataProtocol, request: Request) -> None:
         self._protocol = protocol
@@ -133,6 +135,7 @@ class Exchange:
         self.ended = False
         self.status = 0
         self._chunked = False
+        self.head_lines = b""  # of this answer, beside those that all have
         self.on_gone: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -159,7 +162,9 @@ class Exchange:
     def fail(self, error: ApiError) -> None:
         """An answer that is an error."""
         extra = ((b"Retry-After", str(error.retry_after_s).encode()),) if error.retry_after_s is not None else ()
-        self.respond(error.status, error.body(self.request.request_id), extra=extra)
+        if error.status == 401:
+            extra += ((b"WWW-Authenticate", b"Bearer"),)
+        self.respond(error.status, self._protocol.state.write_error(self.request.path, error, self.request.request_id), extra=extra)
 
     def start_stream(self, content_type: bytes) -> None:
         """Head of a stream: chunked, or until the connection ends for HTTP/1.0."""
@@ -205,7 +210,8 @@ class Exchange:
         end = b"\r\n" if keep and request.head.version == "1.1" else b"Connection: keep-alive\r\n\r\n" if keep else b"Connection: close\r\n\r\n"
         if extra:
             end = b"".join([b"%b: %b\r\n" % pair for pair in extra]) + end
-        return b"%b%b\r\n%b%b" % (begin, request.request_id.encode(), framing, end)
+        more = self._protocol.state.more_head(request)
+        return b"%b%b\r\n%b%b%b%b" % (begin, request.request_id.encode(), framing, more, self.head_lines, end)
 
 
 _begins: Final[dict[tuple[int, bytes], bytes]] = {}  # heads of answers up to the request id
