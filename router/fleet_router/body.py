@@ -6,6 +6,7 @@ Top-level values are kept raw until somebody needs them. Wrong types that only t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +26,7 @@ RESERVED_PREFIX: Final = "bootstrap_"
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """A request as routing sees it."""
 
@@ -36,6 +37,7 @@ class Parsed:
     fields: dict[str, msgspec.Raw]
     body: bytes
     kind: Kind  # of the route, but for a body that asks for nothing
+    passed_on: Sequence[tuple[str, str]] = ()  # headers of the client's that go to workers
 
     @property
     def path(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_text import anthropic_chat, ollama_chat
 from fleet_text.chat import CHAT_FIELDS, ChatInputs, PromptError, chat_inputs
@@ -64,7 +65,7 @@ class Path:
     model_names: tuple[str, ...] = ("model",)
     model_required: bool = True
     is_asked: Callable[[Fields], bool] = lambda fields: True  # False: there is nothing to compute, whoever is ready answers
-    is_extra: bool = False  # not every worker has it: those do whose record names it
+    engines: tuple[str, ...] = ()  # that have it; all when empty
 
 
 def scalar(fields: Fields, name: str) -> Any:
@@ -170,20 +171,22 @@ def _has(name: str) -> Callable[[Fields], bool]:
 
 CHAT: Final = Path("/v1/chat/completions", Kind.GENERATE, prompt=_chat, answer=_chat_answer)
 COMPLETIONS: Final = Path("/v1/completions", Kind.GENERATE, prompt=_completion, answer=_max_tokens)
+_OURS: Final = (names.ENGINE_OURS,)
+_OTHERS: Final = (names.ENGINE_VLLM, names.ENGINE_SGLANG)
 _POSTS: Final = (
     CHAT,
     COMPLETIONS,
     Path("/v1/messages", Kind.GENERATE, prompt=_messages, answer=_max_tokens),
-    Path("/api/chat", Kind.GENERATE, prompt=_ollama_chat, answer=_ollama_answer, streams=True, is_asked=_has("messages")),
-    Path("/api/generate", Kind.GENERATE, prompt=_ollama_generate, answer=_ollama_answer, streams=True, is_asked=_has("prompt")),
-    Path("/v1/responses", Kind.GENERATE, answer=_responses_answer, is_extra=True),
+    Path("/api/chat", Kind.GENERATE, prompt=_ollama_chat, answer=_ollama_answer, streams=True, is_asked=_has("messages"), engines=_OURS),
+    Path("/api/generate", Kind.GENERATE, prompt=_ollama_generate, answer=_ollama_answer, streams=True, is_asked=_has("prompt"), engines=_OURS),
+    Path("/v1/responses", Kind.GENERATE, answer=_responses_answer, engines=_OTHERS),
     Path("/v1/embeddings", Kind.EMBED, prompt=_embedding),
-    Path("/api/embed", Kind.EMBED, prompt=_ollama_embed),
-    Path("/api/embeddings", Kind.EMBED, prompt=_ollama_embed),
-    Path("/v1/rerank", Kind.EMBED, is_extra=True),
-    Path("/v1/score", Kind.EMBED, is_extra=True),
+    Path("/api/embed", Kind.EMBED, prompt=_ollama_embed, engines=_OURS),
+    Path("/api/embeddings", Kind.EMBED, prompt=_ollama_embed, engines=_OURS),
+    Path("/v1/rerank", Kind.EMBED, engines=_OTHERS),
+    Path("/v1/score", Kind.EMBED, engines=_OTHERS),
     Path("/v1/messages/count_tokens", Kind.ANY),
-    Path("/api/show", Kind.ANY, model_names=("model", "name")),
+    Path("/api/show", Kind.ANY, model_names=("model", "name"), engines=_OURS),
     Path("/tokenize", Kind.ANY, model_required=False),
     Path("/detokenize", Kind.ANY, model_required=False),
 )
