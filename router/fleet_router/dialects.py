@@ -12,7 +12,6 @@ import msgspec
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
-from fleet_contract.names import HEADER_REQUEST_ID
 
 EVENT_STREAM: Final = b"text/event-stream"
 JSON_LINES: Final = b"application/x-ndjson"
@@ -38,7 +37,7 @@ class Dialect:
     name = "openai"
     stream_type = EVENT_STREAM
     end_name = "[DONE]"  # of a stream, for messages
-    id_headers: tuple[str, ...] = (HEADER_REQUEST_ID,)
+    more_id_header = b""  # that its clients read for the request's id, beside X-Request-Id
     cached_key = b'"cached_tokens":'
     made_key = b'"completion_tokens":'
 
@@ -83,7 +82,7 @@ class Anthropic(Dialect):
 
     name = "anthropic"
     end_name = "message_stop"
-    id_headers = (HEADER_REQUEST_ID, "request-id")  # its clients read the other one
+    more_id_header = b"Request-Id"
     cached_key = b'"cache_read_input_tokens":'
     made_key = b'"output_tokens":'
 

@@ -19,8 +19,10 @@ import uvloop
 
 from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
+from fleet_router.access import HANDSHAKE_TIMEOUT_S, Access
 from fleet_router.answers import Answers
 from fleet_router.brain import Brain
+from fleet_router.dialects import dialect_of
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import DataProtocol, Limits, ServerState
@@ -66,13 +68,15 @@ class Edge:
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
-        self.service = DataService(settings, self.brain, self.encoders, self.pool)
+        self.access = Access(settings, loop.time)
+        self.service = DataService(settings, self.brain, self.encoders, self.pool, self.access)
         self.server_state = ServerState(
             Limits(
                 settings.max_body_bytes, settings.max_head_bytes, settings.head_timeout, settings.body_timeout,
                 settings.idle_timeout, settings.write_timeout, max_connections(max_files),
             ),
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
+            lambda path, error, request_id: dialect_of(path).error_body(error, request_id), self.access.cors_lines,
         )  # fmt: skip
         answers = Answers(self.brain, self.service, lambda: len(self.server_state.connections))
         self.link = LinkServer(answers.answer, self.take_observed)
@@ -87,7 +91,12 @@ class Edge:
         if self.settings.static:
             self.registry.set_static([split_url(url) for url in self.settings.static])
         self._listener = data
-        self._server = await loop.create_server(lambda: DataProtocol(self.server_state), sock=data, backlog=1024)
+        self.access.start()
+        tls = self.access.tls
+        limit = HANDSHAKE_TIMEOUT_S if tls is not None else None
+        self._server = await loop.create_server(
+            lambda: DataProtocol(self.server_state), sock=data, backlog=1024, ssl=tls, ssl_handshake_timeout=limit
+        )
 
     async def drain(self) -> None:
         """Not ready, after the delay no new connections, then the running requests, at most for the drain timeout."""
@@ -112,6 +121,7 @@ class Edge:
         await self.service.aborter.settle()
 
     async def close(self) -> None:
+        await self.access.close()
         await self.link.close()
         await self.registry.close()
         await self.encoders.close()

@@ -414,7 +414,7 @@ class Attempt:
 
 def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
     """The bytes for one leg: the client's JSON, with token ids behind it when we have them."""
-    headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *attempt.routed_headers(leg, rooms)]
+    headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *parsed.passed_on, *attempt.routed_headers(leg, rooms)]
     body, content_type = parsed.body, "application/json"
     if prompt.ids is not None:
         headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]

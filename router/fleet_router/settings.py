@@ -6,12 +6,14 @@ import argparse
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from fleet_contract import names
+from fleet_contract.access import check_tls_files, parse_keys, parse_origins
 
 MAX_QUEUE_TIMEOUT_S = 30.0
 # A pod's defaults: kube-proxy and load balancers learn late that it ends, and streams may be long (the chart's grace is 300 s).
@@ -49,6 +51,10 @@ class Settings(Struct, frozen=True):
     drain_delay: float = 0.0
     poll_interval: float = 1.0
     relist_interval: float = 300.0
+    api_key_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    cors_origins: str = ""
     announce: str = ""
     log_level: str = "info"
 
@@ -104,6 +110,12 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("first_token_timeout", _seconds, "SECONDS", "until a worker's first token"),
         ("silence_timeout", _seconds, "SECONDS", "between two parts of a worker's stream"),
     ),
+    "who may call the data port (files are read again when they change)": (
+        ("api_key_file", str, "FILE", "API keys, one a line: plain, sha256:<hex>, or a JSON object with limits; empty: none is asked for"),
+        ("tls_cert_file", str, "FILE", "PEM certificate; with --tls-key-file the port speaks TLS"),
+        ("tls_key_file", str, "FILE", "PEM key of that certificate"),
+        ("cors_origins", str, "ORIGINS", "origins of browser pages that may call, with commas between; * for all"),
+    ),
     "life": (
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
         ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until load balancers know"),
@@ -148,13 +160,29 @@ def build_parser() -> argparse.ArgumentParser:
             default = getattr(d, name)
             shown = f"{default}, with --kubernetes {_POD_DEFAULTS[name]}" if name in _POD_DEFAULTS else default
             used = None if name in _POD_DEFAULTS else default
-            group.add_argument("--" + name.replace("_", "-"), type=read, default=used, metavar=unit, help=f"{text} (default {shown})")
+            group.add_argument(
+                "--" + name.replace("_", "-"), type=read, default=used, metavar=unit, help=text if shown == "" else f"{text} (default {shown})"
+            )
     about = p.add_argument_group("about this process")
     about.add_argument("--announce", default="", metavar="FILE", help='gets {"dataPort", "controlPort", "pid"} once both ports are bound')
     about.add_argument("--router-id", default="", metavar="ID", help=f"name of this router (default ${names.ENV_POD_NAME}, else random)")
     levels = ("debug", "info", "warning", "error")
     about.add_argument("--log-level", choices=levels, default=d.log_level, help=f"least level that is logged (default {d.log_level})")
     return p
+
+
+def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors_origins: str) -> None:
+    """What the edge will read at its start. Raises BadFlag."""
+    try:
+        check_tls_files(tls_cert_file, tls_key_file)
+        parse_origins(cors_origins)
+    except ValueError as e:
+        raise BadFlag(str(e)) from e
+    if api_key_file:
+        try:
+            parse_keys(Path(api_key_file).read_text())
+        except (OSError, ValueError) as e:
+            raise BadFlag(f"--api-key-file {api_key_file}: {e}") from e
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -170,6 +198,7 @@ def parse(argv: Sequence[str]) -> Settings:
     for name, in_pod in _POD_DEFAULTS.items():
         if a[name] is None:
             a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)
+    _check_access(a["api_key_file"], a["tls_cert_file"], a["tls_key_file"], a["cors_origins"])
     router_id = a.pop("router_id") or os.environ.get(names.ENV_POD_NAME, "") or f"router-{secrets.token_hex(4)}"
     if len(router_id) > 100 or not all(c.isascii() and (c.isalnum() or c in "-._") for c in router_id):
         raise BadFlag(f"--router-id is {router_id[:100]!r}; up to 100 letters, digits and -._ are allowed")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fleet_router.body import CHAT, COMPLETIONS, parse_body, read_prompt
+from fleet_router.body import parse_body, read_prompt
+from fleet_router.paths import CHAT, COMPLETIONS
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from fleet_contract.errors import NOT_FOUND, ApiError
+from fleet_contract.errors import NOT_FOUND, ApiError, shown
 from fleet_contract.openai import (
     MAX_EMBEDDING_INPUTS,
     MAX_PROMPTS,
@@ -23,7 +23,6 @@ from fleet_contract.openai import (
     Message,
     TokenizeRequest,
 )
-from fleet_runtime.server.body import shown
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096
