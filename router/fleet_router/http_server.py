@@ -161,7 +161,9 @@ class Exchange:
 
     def fail(self, error: ApiError) -> None:
         """An answer that is an error."""
-        extra = ((b"Retry-After", str(error.retry_after_s).encode()),) if error.retry_after_s is not None else ()
+        extra: tuple[tuple[bytes, bytes], ...] = ()
+        if error.retry_after_s is not None:
+            extra = ((b"Retry-After", str(error.retry_after_s).encode()),)
         if error.status == 401:
             extra += ((b"WWW-Authenticate", b"Bearer"),)
         self.respond(error.status, self._protocol.state.write_error(self.request.path, error, self.request.request_id), extra=extra)
