@@ -35,7 +35,9 @@ class _Node:
 
     def __init__(self, number: int, ids: bytes, before: _Node | int, stride: int) -> None:
         """Args: before: the piece before, or the namespace where the chain begins."""
-        last, pages, rest = (before, 0, b"") if isinstance(before, int) else (before.last, before.pages, before.rest)
+        last: int = before if isinstance(before, int) else before.last
+        pages: int = 0 if isinstance(before, int) else before.pages
+        rest: bytes = b"" if isinstance(before, int) else before.rest
         data = rest + ids
         hashes = extend_chain(last, data)
         self.number = number
@@ -171,7 +173,7 @@ def _holds(encoder: PromptEncoder, cut: str) -> bool:
         if text is None:
             continue
         parts = [encoder.encode(piece, add_special_tokens=False) for piece in cut_text(text, cut)]
-        if sum(parts, []) != encoder.encode(text, add_special_tokens=False):
+        if [t for part in parts for t in part] != encoder.encode(text, add_special_tokens=False):
             return False
     return True
 
@@ -183,7 +185,8 @@ def random_chat(rng: random.Random, cut: str) -> list[Mapping[str, Any]]:
 
 
 _SCRAPS: Final = (
-    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b", "<", "|>", "<|", "ﬁ", "I", "▁",
+    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b",
+    "<", "|>", "<|", "ﬁ", "I", "▁",
 )  # fmt: skip
 
 

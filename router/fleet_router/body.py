@@ -8,19 +8,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import chain_hashes, namespace_hash
+from fleet_contract.prefix import extend_chain, namespace_hash
+from fleet_contract.wire import encode_ids
 from fleet_router.decide.keys import STRIDE
 from fleet_router.dialects import Dialect, dialect_of
-from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, prompt_of, scalar
+from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
+from fleet_text.chains import ChatChains
 from fleet_text.chat import ChatInputs, PromptError
 from fleet_text.prompt import PromptEncoder
 
-INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
+INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
+INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
 RESERVED_PREFIX: Final = "bootstrap_"
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -53,7 +57,7 @@ class Prompt:
     """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
 
     tokens: int
-    ids: list[int] | None = None
+    ids: bytes | None = None  # little-endian u32
     keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
 
@@ -93,45 +97,64 @@ def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
     return model
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str) -> Prompt:
+async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
     """Token ids and keys of the prompt.
 
     Args:
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
         model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
+        chains: chats of before, of the same encoder: only what a chat adds is tokenised.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
-    estimate = Prompt(max(1, len(parsed.body) // 4))
+    size, fields = len(parsed.body), parsed.fields
+    estimate = Prompt(max(1, size // 4))
     if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
         return estimate
-    if len(parsed.body) > INLINE_BYTES:
-        return await asyncio.to_thread(_encode, parsed, encoder, model_revision) or estimate
-    return _encode(parsed, encoder, model_revision) or estimate
+    salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
+    namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
+    choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
+    try:
+        if size > INLINE_CHAT_BYTES:
+            ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
+        else:
+            what = prompt_of(parsed.route, fields)
+            if isinstance(what, ChatInputs) and chains is not None:
+                reading, several = chains.look(encoder.render_chat(what), namespace), 1
+                ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
+            elif size > INLINE_BYTES:
+                ids, keys, several = await asyncio.to_thread(_encode, what, encoder, namespace, chains)
+            else:
+                ids, keys, several = _encode(what, encoder, namespace, chains)
+    except (PromptError, TypeError, ValueError, RecursionError):
+        return estimate  # the model's template refuses it: the runtime says why
+    if not several:
+        return estimate
+    choices = min(MAX_CHOICES, choices * several)
+    return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(estimate.tokens, choices=choices)
 
 
-def _encode(parsed: Parsed, encoder: PromptEncoder, model_revision: str) -> Prompt | None:
-    fields = parsed.fields
-    n = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
-    salt = scalar(fields, "cache_salt")
-    namespace = namespace_hash(model_revision, salt=salt if isinstance(salt, str) else "")
-    what = prompt_of(parsed.route, fields)
+@lru_cache(maxsize=1024)
+def _namespace(model_revision: str, salt: str) -> int:
+    return namespace_hash(model_revision, salt=salt)
+
+
+def _encode(what: What | None, encoder: PromptEncoder, namespace: int, chains: ChatChains | None) -> tuple[bytes, tuple[int, ...], int]:
+    """Ids (little-endian u32; empty when there is no single prompt), keys, and how many prompts there are; 0 when none can be read."""
+    if what is None:
+        return b"", (), 0
     if isinstance(what, Several):
-        return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, what.count * n))
-    ids = _ids(what, encoder) if what is not None else None
-    if not ids:
-        return None
-    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)[STRIDE - 1 :: STRIDE]), n)
+        return b"", (), what.count
+    if isinstance(what, ChatInputs) and chains is not None:
+        return (*chains.read(chains.look(encoder.render_chat(what), namespace)), 1)
+    packed = encode_ids(_ids(what, encoder))
+    return packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), 1
 
 
-def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int] | None:
-    """None for what the model's template refuses: the runtime says why."""
+def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int]:
     if isinstance(what, ChatInputs):
-        try:
-            return encoder.encode_inputs(what)
-        except (PromptError, TypeError, ValueError, RecursionError):
-            return None
+        return encoder.encode_inputs(what)
     return encoder.encode(what.text, add_special_tokens=what.add_special_tokens) if isinstance(what, Text) else what
 
 
