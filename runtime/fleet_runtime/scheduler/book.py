@@ -18,7 +18,7 @@ from fleet_contract.errors import ApiError
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import KvMemory, Lease, pages_for
 from fleet_runtime.messages import Admit, ControlReply, Embedded, Failed, HandedOver, OpenText, Sampled, TokenLogprob
-from fleet_runtime.scheduler.admission import Capacity, Held, may_enter
+from fleet_runtime.scheduler.admission import Capacity, Held, lets_pass, may_enter
 from fleet_runtime.scheduler.grammar import GrammarFault, Grammars
 from fleet_runtime.scheduler.ratio import NewTokenRatio
 from fleet_runtime.scheduler.request import Key, Kind, Request, State
@@ -85,6 +85,7 @@ class Book:
     decoding: list[Request] = field(default_factory=list)
     held: Held = field(default_factory=Held.nothing)
     limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
+    elder: Request | None = None  # the plain request that has waited too long to be passed by a younger leg; set before each choice
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
     _serial: int = 0  # of the request that came last
@@ -163,7 +164,11 @@ class Book:
         Legs are promised all that they may ever need: they are never retracted. So is everybody where the ratio is 1. Else a request is
         promised the pages of what it has, and what it and the others will probably need besides must be there, if others run.
         """
-        if not may_enter(self.capacity, self.held, request.kind, request.total_pages):
+        elder = self.elder
+        younger = elder is not None and elder.state is State.WAITING and request.arrived > elder.arrived
+        if elder is not None and younger and lets_pass(self.capacity, self.held, request.kind, elder.total_pages):
+            return False
+        if not may_enter(self.capacity, self.held, request.kind, request.total_pages, elder=request is elder):
             return False
         promise, reserve = request.total_pages, 0
         if not self.ratio.promises_all:

@@ -15,6 +15,7 @@ from fleet_contract.errors import ApiError
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import pages_for
+from fleet_runtime.scheduler.admission import patience
 from fleet_runtime.scheduler.book import Book
 from fleet_runtime.scheduler.order import MOST_LOOKUPS, ORDERS
 from fleet_runtime.scheduler.policy import Limits, PrefillAdder, decode_ride, plan_step, prefill_budget
@@ -31,7 +32,21 @@ class Chooser:
         self._book = book
         self._limits = Limits(flags.max_step_tokens, flags.max_prefill_steps, flags.mixed_chunk)
         self._order = ORDERS[flags.schedule_policy]
+        self._by_priority = flags.schedule_policy == "priority"
+        self._queue_timeout = flags.queue_timeout
         self._prefill_steps = 0  # since the last step with decode rows
+
+    def elder(self) -> Request | None:
+        """The first plain request of the queue, if it has waited too long to be passed: by a younger leg, or under `lpm` and `dfs-weight` by
+        prompts that the cache knows better. Under `priority` the first is one of the highest."""
+        book = self._book
+        if not book.plain_queue:
+            return None
+        first = book.plain_queue[0]
+        if self._by_priority:
+            first = min(book.plain_queue, key=lambda r: (-r.admit.priority, r.arrived))
+        limit = first.admit.deadline - first.arrived if first.admit.deadline else self._queue_timeout
+        return first if book.clock() - first.arrived >= patience(self._queue_timeout, limit) else None
 
     def choose(self, *, after_launch: bool, after_prefill: bool) -> list[tuple[Request, int]]:
         """Requests and their new tokens, pages taken; nothing if no step can or should be launched now.
@@ -105,7 +120,11 @@ class Chooser:
                 adder.add(request.prefill_left)
         if adder.full or book.running >= book.capacity.rows or not (book.plain_queue or book.prefill_queue):
             return
-        queues: list[Iterator[Request]] = [iter(self._order(book.plain_queue, book.memory)), iter(list(book.prefill_queue))]
+        plain = self._order(book.plain_queue, book.memory)
+        if (elder := book.elder) is not None and plain[0] is not elder:
+            plain.remove(elder)
+            plain.insert(0, elder)
+        queues: list[Iterator[Request]] = [iter(plain), iter(list(book.prefill_queue))]
         heads = [self._next_that_fits(queue, adder) for queue in queues]
         while any(heads) and not adder.full:
             i = min((i for i, head in enumerate(heads) if head is not None), key=lambda i: _age(heads[i]))
@@ -135,6 +154,8 @@ class Chooser:
                 self._book.guess(request)  # more of it may be cached by now
             if adder.takes(request.uncached_guess):
                 return request
+            if request is self._book.elder:
+                return None  # nobody passes it
         return None
 
 

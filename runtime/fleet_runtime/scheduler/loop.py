@@ -330,6 +330,7 @@ class Scheduler:
         if self.paused or len(self._launched) >= self._depth:
             return False
         previous = self._launched[-1] if self._launched else None
+        self.book.elder = self._chooser.elder()
         if self._decode_legs is not None:
             self._decode_legs.reserve()
         chosen = self._chooser.choose(after_launch=previous is not None, after_prefill=previous is not None and previous.prefill)
