@@ -34,6 +34,7 @@ class Chooser:
         self._order = ORDERS[flags.schedule_policy]
         self._by_priority = flags.schedule_policy == "priority"
         self._queue_timeout = flags.queue_timeout
+        self._patience = patience(self._queue_timeout, self._queue_timeout)
         self._prefill_steps = 0  # since the last step with decode rows
 
     def elder(self) -> Request | None:
@@ -45,8 +46,10 @@ class Chooser:
         first = book.plain_queue[0]
         if self._by_priority:
             first = min(book.plain_queue, key=lambda r: (-r.admit.priority, r.arrived))
-        limit = first.admit.deadline - first.arrived if first.admit.deadline else self._queue_timeout
-        return first if book.clock() - first.arrived >= patience(self._queue_timeout, limit) else None
+        most = self._patience
+        if first.admit.deadline:
+            most = patience(self._queue_timeout, first.admit.deadline - first.arrived)
+        return first if book.clock() - first.arrived >= most else None
 
     def choose(self, *, after_launch: bool, after_prefill: bool) -> list[tuple[Request, int]]:
         """Requests and their new tokens, pages taken; nothing if no step can or should be launched now.
@@ -118,7 +121,9 @@ class Chooser:
         for request in book.prefilling:
             if request.prefill_left and adder.takes(request.prefill_left):
                 adder.add(request.prefill_left)
-        if adder.full or book.running >= book.capacity.rows or not (book.plain_queue or book.prefill_queue):
+        if adder.full or not (book.plain_queue or book.prefill_queue):
+            return
+        if book.running >= book.capacity.rows or book.memory.headroom < 1:  # everybody needs a page: at least one token is computed
             return
         plain = self._order(book.plain_queue, book.memory)
         if (elder := book.elder) is not None and plain[0] is not elder:
