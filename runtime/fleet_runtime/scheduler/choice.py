@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import islice
+from typing import Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
@@ -24,6 +25,8 @@ from fleet_runtime.scheduler.request import Kind, Request, State
 
 log = logging.getLogger(__name__)
 
+_LOOK_AGAIN_STEPS: Final = 8
+
 
 class Chooser:
     """See the module. Keeps how many steps went without decode."""
@@ -35,6 +38,7 @@ class Chooser:
         self._by_priority = flags.schedule_policy == "priority"
         self._queue_timeout = flags.queue_timeout
         self._patience = patience(self._queue_timeout, self._queue_timeout)
+        self._in_vain: tuple[object, ...] | None = None  # as things were when nobody got pages
         self._prefill_steps = 0  # since the last step with decode rows
 
     def elder(self) -> Request | None:
@@ -125,6 +129,14 @@ class Chooser:
             return
         if book.running >= book.capacity.rows or book.memory.headroom < 1:  # everybody needs a page: at least one token is computed
             return
+        # Where nobody got pages, nobody will while nothing has changed but what the running are expected to take: that is looked at again later.
+        now = (book.moved, book.memory.headroom, book.elder, adder, book.totals.steps // _LOOK_AGAIN_STEPS)
+        if now != self._in_vain:
+            self._in_vain = None if self._offer(adder) else now
+
+    def _offer(self, adder: PrefillAdder) -> bool:
+        """Offers the step's room to the queues. False: all who could be computed in it found no pages."""
+        book, entered, refused = self._book, False, 0
         plain = self._order(book.plain_queue, book.memory)
         if (elder := book.elder) is not None and plain[0] is not elder:
             plain.remove(elder)
@@ -139,9 +151,12 @@ class Chooser:
                 heads[i] = self._next_that_fits(queues[i], adder)
             elif book.try_lease(head):
                 self._enter(head, adder)
+                entered = True
                 heads[i] = self._next_that_fits(queues[i], adder)
             else:
                 heads[i] = None
+                refused += 1
+        return entered or refused < bool(book.plain_queue) + bool(book.prefill_queue)
 
     def _enter(self, request: Request, adder: PrefillAdder) -> None:
         book = self._book

@@ -340,17 +340,20 @@ class Scheduler:
         self.stages.enter("build")
         rows = [row_of(request, count) for request, count in chosen]
         batch = self._batches.build(rows)
-        draws = [row for row in rows if row.place >= 0]
-        late = any(draw.request.drawing and draw.request.needs_last_token for draw in draws)
+        draws, late = list[StepRow](), False
         # From here on pages that become free are set aside: also those of a row whose sampling fails below.
         self.book.memory.step_launched()
         number = self.book.totals.steps + len(self._launched) + 1
+        drawn = self.book.rows.drawn
         for row in rows:
-            row.request.launched += row.count
-            row.request.last_step = number
+            request = row.request
+            request.launched += row.count
+            request.last_step = number
             if row.place >= 0:
-                row.request.drawing += 1
-                self.book.rows.drawn(row.request)
+                late = late or (request.drawing > 0 and request.needs_last_token)
+                request.drawing += 1
+                drawn(request)
+                draws.append(row)
         if late:
             ticket = self.runner.forward(batch)
         else:

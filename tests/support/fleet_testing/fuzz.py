@@ -97,8 +97,7 @@ def mutant(rng: random.Random) -> tuple[str, bytes]:
 
 def _change(body: Any, rng: random.Random) -> None:
     """One value, key or name somewhere in the body."""
-    places = places(body)
-    where, key = rng.choice(places) if places else (body, "x")
+    where, key = rng.choice(places(body) or [(body, "x")])
     kind = rng.random()
     if kind < 0.5:
         where[key] = copy.deepcopy(rng.choice(_NASTY))
