@@ -43,9 +43,9 @@ class _Node:
         self.number = number
         self.ids = ids  # little-endian u32, of this piece
         self.keys = tuple(hashes[(stride - 1 - pages) % stride :: stride])  # of the blocks that end in this piece
-        self.last = hashes[-1] if hashes else last
-        self.pages = pages + len(hashes)
-        self.rest = data[len(hashes) * _PAGE_BYTES :]  # behind the last whole page
+        self.last: int = hashes[-1] if hashes else last
+        self.pages: int = pages + len(hashes)
+        self.rest: bytes = data[len(hashes) * _PAGE_BYTES :]  # behind the last whole page
         self.size = NODE_BYTES
 
 
