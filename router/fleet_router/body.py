@@ -26,6 +26,7 @@ from fleet_text.prompt import PromptEncoder
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
 RESERVED_PREFIX: Final = "bootstrap_"
+RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -72,7 +73,7 @@ def parse_body(path: Path, body: bytes) -> Parsed:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
     for name in fields:
-        if name.startswith(RESERVED_PREFIX):
+        if name.startswith(RESERVED_PREFIX) or name in RESERVED_FIELDS:
             raise ApiError(400, f"field {name[:60]!r} is reserved between router and workers; leave it out", code="reserved_field", param=name[:60])
     try:
         model = _model(path, fields)

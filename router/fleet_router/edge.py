@@ -65,6 +65,7 @@ class Edge:
         self.brain = Brain(settings, self.counters, loop.time)
         self.encoders = Encoders(self.pool)
         self.registry = Registry(self.pool, poll_interval_s=settings.poll_interval, on_change=self._endpoint_changed, on_load=self.brain.take_load)
+        self.registry.on_polled = self.brain.take_polled
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
@@ -136,7 +137,7 @@ class Edge:
         self.brain.take_endpoint(endpoint)
         record = endpoint.record
         if record is not None and endpoint.healthy and not endpoint.removed:
-            self.encoders.want(record.model_revision, endpoint.host, endpoint.port)
+            self.encoders.want(record, endpoint.host)
 
     def _suspect(self, host: str, port: int, why: str) -> None:
         for endpoint in list(self.registry.endpoints.values()):

@@ -259,7 +259,7 @@ class DataService:
         """Of the revision's ready workers; asks for its tokenizer when it is not here."""
         for w in service.workers:
             if w.routable and w.record.revision == revision:
-                self.encoders.want(w.record.model_revision, w.host, w.port)
+                self.encoders.want(w.record, w.host)
                 return str(w.record.model_revision)
         return ""
 
