@@ -11,7 +11,7 @@ import httpx
 
 from fleet_contract.worker import FleetReport
 from fleet_router import reports
-from fleet_router.edge import Edge
+from fleet_router.single import Single
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_process import until
 
@@ -19,7 +19,7 @@ from fleet_testing.router_process import until
 class Fleet:
     """An edge in this process, in front of workers."""
 
-    def __init__(self, edge: Edge, port: int, workers: list[FakeWorker]) -> None:
+    def __init__(self, edge: Single, port: int, workers: list[FakeWorker]) -> None:
         self.edge = edge
         self.port = port
         self.workers = workers
