@@ -241,7 +241,7 @@ class DeskServer:
             self._loop.call_soon(self._push)
 
     def _push(self) -> None:
-        """What changed since the last time, to all who are welcome."""
+        """What changed since the last time, to all who are welcome. That may be nothing they can see: those who wait look again all the same."""
         if not self._is_dirty:
             return
         services = [s.facts for s in self._brain.table.services.values()]
@@ -250,10 +250,9 @@ class DeskServer:
         gone = [number for number in self._sent if number not in now]
         news = TableNews(self._version, self._brain.synced, services if services != self._sent_services else None, changed, gone)
         self._is_dirty, self._sent_services, self._sent = False, services, now
-        if changed or gone or news.services is not None:
-            for session in self._sessions.values():
-                if session.is_welcome:
-                    session.channel.send(news)
+        for session in self._sessions.values():
+            if session.is_welcome:
+                session.channel.send(news)
 
     def _welcome(self, session: _Session) -> None:
         """From now on we decide for this edge; it gets the whole table as it was sent to the others."""

@@ -96,6 +96,7 @@ class RemoteDesk:
         self._next = 0
         self._synced = False
         self._draining = False
+        self._closing = False
         self._version = 0
         self._facts: list[ServiceFacts] = []
         self._views: dict[int, WorkerView] = {}
@@ -120,6 +121,7 @@ class RemoteDesk:
 
     async def close(self) -> None:
         """The last counters leave, then the connection ends."""
+        self._closing = True
         if self._line is not None:
             self._line.cancel()
         if self._timer is not None:
@@ -242,8 +244,7 @@ class RemoteDesk:
         self._busy[leg.worker] -= 1
         if not self._busy[leg.worker]:
             del self._busy[leg.worker]
-        if any(not other.released for other in lease.legs()):  # the last one goes with `forget`
-            self._send(LegOver(lease.number, lease.legs().index(leg)))
+        self._send(LegOver(lease.number, 1 if leg is lease.serving and lease.prefill is not None else 0))
 
     def forget(self, lease: Lease) -> None:
         del self._held[lease.number]
@@ -272,8 +273,9 @@ class RemoteDesk:
         self._connected = None
         if self._channel is not None:
             self._channel = None
-            self.counters.add("brain_lost_total")
-            log.error("the deciding process is gone: workers are chosen by the safe rule until it is back")
+            if not self._closing:
+                self.counters.add("brain_lost_total")
+                log.error("the deciding process is gone: workers are chosen by the safe rule until it is back")
         for _, future in self._asked.values():
             if not future.done():
                 future.set_result(None)
