@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleet_router import reports
+from fleet_router import overview, reports
 from fleet_router.brain import Brain
 from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.messages import Ask
@@ -44,6 +44,10 @@ class Answers:
                 return msgspec.msgpack.encode(self._edges.snapshot())
             case "workers":
                 return msgspec.json.encode({"routerId": brain.settings.router_id, "synced": brain.synced, "workers": reports.workers(brain)})
+            case "queue":
+                return msgspec.json.encode({"queues": overview.queues(brain)})
+            case "overview":
+                return msgspec.json.encode(overview.overview(brain, self._edges.snapshot()))
             case "fleet":
                 return msgspec.json.encode(reports.fleet(brain, *ask.args))
             case "probe" | "route":

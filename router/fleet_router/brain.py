@@ -42,7 +42,8 @@ FAULT_PENALTY_S: Final = 1.0
 MAX_FAULTS: Final = 5
 MAX_QUEUED_BYTES: Final = 1 << 30  # bodies of requests that wait
 LOOK_EVERY_S: Final = 0.1  # while requests wait
-
+_ALONE: Final = (names.ROLE_UNIFIED,)
+_PROMPT_ONLY: Final = (names.ROLE_UNIFIED, names.ROLE_PREFILL)
 
 Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 
@@ -189,7 +190,7 @@ class Brain:
 
     def begin(self, want: Want, timeout_s: float) -> Lease | Turn | None:
         """What `acquire` does before it waits: the lease, or the place in the queue. Raises ApiError when too many wait."""
-        if want.any_role:
+        if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
         if self.deciding.pool(key) is None:
@@ -351,19 +352,20 @@ class Brain:
         """All queues of busy pools."""
         return list(self.deciding.queues.items())  # type: ignore[arg-type]
 
-    def _pool_of(self, service: Service[Worker], revision: str, exclude: Collection[WorkerView] = (), *, any_role: bool = False) -> Pool:
-        """Ready workers of a revision by role."""
+    def _pool_of(self, service: Service[Worker], revision: str, exclude: Collection[WorkerView] = (), alone: Collection[str] = _ALONE) -> Pool:
+        """Ready workers of a revision by role. Args: alone: see `_pool`."""
         now = self.clock()
         ready = [w for w in service.workers if w.routable and w.record.revision == revision and w not in exclude and w.record.role in names.ROLES]
-        trusted = _pool([w for w in ready if w.breaker.allows(now)], any_role=any_role)
-        return trusted if trusted.is_usable else _pool(ready, any_role=any_role)  # better a worker that failed than none
+        trusted = _pool([w for w in ready if w.breaker.allows(now)], alone)
+        return trusted if trusted.is_usable else _pool(ready, alone)  # better a worker that failed than none
 
     def _decide(self, want: Want) -> Decision | None:
         service = self.table.services.get(want.service)
         if service is None:
             return None
-        if want.exclude or want.any_role:
-            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, any_role=want.any_role)
+        alone = names.ROLES if want.any_role else _PROMPT_ONLY if want.prompt_only else _ALONE
+        if want.exclude or alone is not _ALONE:
+            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, alone)
         else:
             pool = self.deciding.pool(self._key(want))
         if pool is None or not pool.is_usable:
@@ -486,14 +488,17 @@ class Brain:
                 waker.set_result(None)
 
 
-def _pool(workers: Collection[Worker], *, any_role: bool) -> Pool:
-    """By role; `any_role`: all of them can answer alone."""
+def _pool(workers: Collection[Worker], alone: Collection[str]) -> Pool:
+    """By role. Args: alone: the roles that answer without a partner; if these are more than the unified, nobody answers with one."""
     parts: dict[str, list[Member]] = {r: [] for r in names.ROLES}
     for w in workers:
         member = Member(w.slot, w.name, w.record.role, w.host, tuple(w.record.transfer_backends))
-        parts[names.ROLE_UNIFIED if any_role else w.record.role].append(member)
+        if w.record.role in alone:
+            parts[names.ROLE_UNIFIED].append(member)
+        elif alone == _ALONE:
+            parts[w.record.role].append(member)
     return Pool(*(tuple(parts[r]) for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE)))
 
 
 def _ask(want: Want) -> Ask:
-    return Ask(1, 1) if want.any_role else Ask(want.prompt_tokens, want.answer_tokens)
+    return Ask(1, 1) if want.any_role else Ask(want.prompt_tokens, 1) if want.prompt_only else Ask(want.prompt_tokens, want.answer_tokens)

@@ -286,7 +286,7 @@ class DeskServer:
         exclude = [w for n in facts.exclude if (w := self._workers.get(n)) is not None]
         return Want(
             facts.service, facts.prompt_tokens, facts.answer_tokens, facts.revision, facts.keys, exclude, facts.request_id, facts.any_role,
-            facts.silent, facts.tenant, facts.klass, facts.size_bytes,
+            facts.prompt_only, facts.silent, facts.tenant, facts.klass, facts.size_bytes,
         )  # fmt: skip
 
     def _acquire(self, session: _Session, message: Acquire) -> None:
@@ -382,6 +382,7 @@ class DeskServer:
 
     def _drain(self, session: _Session, message: Draining) -> None:
         session.draining = True
+        self._brain.draining = all(s.draining for s in self._sessions.values())
 
     # -- leases of before
 

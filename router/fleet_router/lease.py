@@ -24,6 +24,7 @@ class Want:
     exclude: Collection[WorkerView] = field(default_factory=tuple)
     request_id: str = ""
     any_role: bool = False  # no generation: every ready worker can answer
+    prompt_only: bool = False  # nothing behind the prompt is computed: a prefill worker can answer alone
     silent: bool = False  # the answer comes in one piece: nobody sees its first token
     tenant: str = ""
     klass: str = "default"

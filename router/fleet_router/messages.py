@@ -118,6 +118,7 @@ class WantFacts(Struct, array_like=True):
     exclude: list[int]
     request_id: str
     any_role: bool
+    prompt_only: bool
     silent: bool
     tenant: str
     klass: str

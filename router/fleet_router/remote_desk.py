@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_router import errors, revisions, safe_rule
 from fleet_router.lease import Lease, Leg, Want
@@ -374,7 +375,7 @@ class RemoteDesk:
         exclude = [number for w in want.exclude if (number := self._numbers.get(w)) is not None]
         return WantFacts(
             want.service, want.prompt_tokens, want.answer_tokens, want.revision, want.keys, exclude, want.request_id, want.any_role,
-            want.silent, want.tenant, want.klass, want.size_bytes,
+            want.prompt_only, want.silent, want.tenant, want.klass, want.size_bytes,
         )  # fmt: skip
 
     def _lease(self, granted: Granted, want: Want) -> Lease:
@@ -407,9 +408,10 @@ class RemoteDesk:
         self._shunned = {w: until for w, until in self._shunned.items() if until > now}
         ready = [w for w in service.workers if w.routable and w.record.revision == want.revision and w not in want.exclude]
         trusted = [w for w in ready if w not in self._shunned]
+        alone = names.ROLES if want.any_role else (names.ROLE_UNIFIED, names.ROLE_PREFILL) if want.prompt_only else ()
         chosen = None
         for workers in (trusted, ready):  # better one that failed than none
-            chosen = chosen or safe_rule.choose(workers, want.keys, lambda w: self._busy.get(w, 0), any_role=want.any_role)
+            chosen = chosen or safe_rule.choose(workers, want.keys, lambda w: self._busy.get(w, 0), alone)
         if chosen is None:
             return None
         self.counters.add("safe_picks_total")

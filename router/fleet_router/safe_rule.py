@@ -18,7 +18,7 @@ FIRST_BLOCKS: Final = 4
 
 
 def choose(
-    ready: Collection[WorkerView], keys: Sequence[int], busy: Callable[[WorkerView], int], *, any_role: bool = False
+    ready: Collection[WorkerView], keys: Sequence[int], busy: Callable[[WorkerView], int], alone: Collection[str] = ()
 ) -> tuple[WorkerView, WorkerView | None] | None:
     """The worker that answers, and the prefill worker of a pair.
 
@@ -26,11 +26,12 @@ def choose(
         ready: routable workers of one revision.
         keys: chain hashes of the prompt's blocks.
         busy: how many requests of this edge a worker has.
+        alone: if given, the roles that can answer by themselves; then nobody answers with a partner.
     Returns:
         None when nobody can serve.
     """
-    if any_role:
-        worker = _best(ready, keys, busy)
+    if alone:
+        worker = _best([w for w in ready if w.record.role in alone], keys, busy)
         return (worker, None) if worker is not None else None
     decodes = [w for w in ready if w.record.role == names.ROLE_DECODE]
     firsts = [w for w in ready if w.record.role == names.ROLE_UNIFIED or (w.record.role == names.ROLE_PREFILL and partners(w, decodes))]

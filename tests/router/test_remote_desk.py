@@ -449,10 +449,10 @@ def test_the_safe_rule_chooses_among_the_two_with_the_fewest_requests() -> None:
         ([view(0, "prefill"), view(1, "decode")], {}, (1, 0)),
         ([view(0, "prefill", ("rdma",)), view(1, "decode", ("tcp",))], {}, None),
         ([view(0, "prefill", ("rdma",)), view(1, "decode", ("tcp",)), view(2, "decode", ("rdma", "tcp"))], {}, (2, 0)),
-        ([view(0, "prefill")], {"any_role": True}, (0, None)),
+        ([view(0, "prefill")], {"alone": ("unified", "prefill")}, (0, None)),
     ],
 )
-def test_the_safe_rule_pairs_workers_that_can_hand_over(workers: list[WorkerView], options: dict[str, bool], expected: Any) -> None:
+def test_the_safe_rule_pairs_workers_that_can_hand_over(workers: list[WorkerView], options: dict[str, Any], expected: Any) -> None:
     assert pick(workers, (1,), **options) == expected
 
 

@@ -87,6 +87,7 @@ class Book:
     limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
+    _serial: int = 0  # of the request that came last
     _dead_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # aborted before they came, until when
     _past_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # ended, until when
 
@@ -96,6 +97,8 @@ class Book:
         if request.key in self.requests:
             # Not failed by name: that would end the first one's answer.
             return None
+        self._serial += 1
+        request.serial = self._serial
         self.requests[request.key] = request
         self.by_rid.setdefault(admit.rid, set()).add(request.key)
         if request.kind is Kind.PREFILL:
@@ -222,6 +225,7 @@ class Book:
                 include_stop=admit.include_stop,
                 keep_special=admit.keep_special,
                 spaces_between_special=admit.spaces_between_special,
+                serial=request.serial,
             )
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             queued_s, prefill_s = max(0.0, request.started - request.arrived), max(0.0, self.clock() - request.started)
@@ -280,6 +284,7 @@ class Book:
 
     def embed(self, request: Request, vector: bytes) -> None:
         """Ends an embedding well."""
+        self.flush()  # what was said before goes before
         self.totals.finished += 1
         self.outbox.embedded(
             Embedded(
@@ -294,6 +299,7 @@ class Book:
 
     def hand_over(self, request: Request) -> None:
         """Ends a prefill leg well."""
+        self.flush()
         self.totals.finished += 1
         self.outbox.handed_over(
             HandedOver(rid=request.admit.rid, index=request.admit.index, cached_tokens=request.cached_tokens, prompt_tokens=request.prompt_tokens)

@@ -106,7 +106,17 @@ class LlguidanceCompiler:
 
         text, eos_ids = self._load()
         eos = [i for i in eos_ids if i < self._vocab_size]
-        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos or None)
+        return LLTokenizer(_within(text, self._vocab_size), n_vocab=self._vocab_size, eos_token=eos or None)
+
+
+def _within(tokenizer: str, vocab_size: int) -> str:
+    """tokenizer.json without the added tokens that the model does not have: it can draw none of them."""
+    parsed = json.loads(tokenizer)
+    added = parsed.get("added_tokens") or []
+    kept = [token for token in added if token["id"] < vocab_size]
+    if len(kept) == len(added):
+        return tokenizer
+    return json.dumps(parsed | {"added_tokens": kept, "post_processor": None})
 
 
 def _source(grammar: Grammar) -> str:

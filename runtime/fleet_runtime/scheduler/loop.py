@@ -181,10 +181,9 @@ class Scheduler:
             case Abort():
                 self.book.abort(message.rid, message.reason)
             case Stopped():
-                if (request := self.book.requests.get((message.rid, message.index))) is not None:
-                    self.book.totals.finished += 1
-                    self._results.commit(request)
-                    self.book.end(request)
+                request = self.book.requests.get((message.rid, message.index))
+                if request is not None and message.serial in (0, request.serial):
+                    self._complete(request)
             case RoomRejected():
                 self._reject(message)
             case Control():
@@ -195,6 +194,9 @@ class Scheduler:
                 self._drain_deadline = message.deadline
 
     def _admit(self, message: Admit) -> None:
+        before = self.book.requests.get((message.rid, message.index))
+        if before is not None and before.opened:
+            self._complete(before)  # http admits none twice: this one has ended by a stop string, and the word of it is still on its way
         request = self.book.enter(message)
         if request is None:
             log.warning("request %s/%d was not accepted: it is here already, or was aborted before it came", message.rid, message.index)
@@ -208,6 +210,11 @@ class Scheduler:
                 self.book.refuse(request, error)
             else:
                 self.book.place(request, State.COMPILING)
+
+    def _complete(self, request: Request) -> None:
+        """Its answer is over by the word of http or the detokenizer; what is computed stays in the prefix cache."""
+        self._results.commit(request)
+        self.book.emit(request, [], "stop")
 
     def _refusal(self, request: Request) -> ApiError | None:
         if self.draining:

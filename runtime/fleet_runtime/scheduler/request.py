@@ -60,6 +60,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     namespace: bytes = b""  # of the prefix cache
+    serial: int = 0  # no other request of this process has it
     state: State = State.WAITING
     length: int = 0
     computed: int = 0

@@ -14,7 +14,7 @@ from fleet_contract.openai import EmbeddingRequest
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_runtime import messages as m
 from fleet_runtime.server import validate
-from fleet_runtime.server.generate import Prompt, check_ids
+from fleet_runtime.server.generate import Prompt, check_prompt
 from fleet_runtime.server.requests import encode_inputs
 from fleet_runtime.server.state import HttpState
 
@@ -41,7 +41,7 @@ async def read_embedding(state: HttpState, body: dict[str, Any]) -> EmbeddingJob
         if len(prompt.ids) > context:
             message = f"{prompt.name} has {len(prompt.ids)} tokens, but the context is {context} tokens; shorten it"
             raise ApiError(400, message, code="context_length_exceeded", param=prompt.name)
-        check_ids(prompt.ids, text.vocab_size, prompt.name)
+        check_prompt(prompt, state.model_vocab_size())
     return EmbeddingJob(options, prompts)
 
 

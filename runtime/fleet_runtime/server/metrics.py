@@ -9,6 +9,8 @@ from typing import Final
 
 from starlette.types import Scope
 
+from fleet_runtime.heartbeat import COUNTERS
+
 _PREFIX: Final = "radixfleet_runtime_"
 _TTFT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -82,5 +84,5 @@ class Metrics:
         single("late_messages_total", "counter", "Messages for requests that had ended already; they are ignored.", late_messages)
         for name, value in scheduler.items():
             kind = "counter" if name.endswith("_total") and name != "pages_total" else "gauge"
-            single(name, kind, f"Scheduler: {name.removesuffix('_total').replace('_', ' ')}.", value)
+            single(name, kind, COUNTERS[name], value)
         return "\n".join(out) + "\n"
