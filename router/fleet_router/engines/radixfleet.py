@@ -92,7 +92,7 @@ def _routed(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[st
     prefill = sending.lease.prefill
     return RoutedHeaders(
         rid=sending.rid,
-        pick=(sending.lease.desk.pick_id, leg.pick_number),
+        pick=(sending.lease.pick_id, leg.pick_number),
         deadline_ms=sending.deadline_ms,
         leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
         rooms=rooms,
