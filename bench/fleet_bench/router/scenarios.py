@@ -94,7 +94,7 @@ def idle_streams(r: Round, count: int = IDLE_STREAMS) -> Figures:
 
 async def _hold_streams(server: Server, count: int) -> int:
     """Opens streams, waits for the first event of each, and gives the router's memory with all of them open."""
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True}).encode()
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True}, separators=(",", ":")).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     writers: list[asyncio.StreamWriter] = []
 
