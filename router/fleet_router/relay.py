@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
 from fleet_router.body import Parsed, Prompt
@@ -72,15 +73,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any."""
+    """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any.
+
+    `is_echo`: it may only repeat what became of the other leg, as an engine that has no code for that says it.
+    """
 
     error: ApiError
     worker: WorkerView
     answer: Answer | None = None
+    is_echo: bool = False
 
     @property
     def derived(self) -> bool:
-        return self.error.code in DERIVED_CODES
+        return self.is_echo or self.error.code in DERIVED_CODES
 
     @property
     def undelivered(self) -> bool:
@@ -90,11 +95,13 @@ class Failure:
     @property
     def retryable(self) -> bool:
         """Another attempt can help and cannot do the work twice."""
-        return self.undelivered or self.error.status in (502, 503) or self.error.code == CODE_TRANSFER_FAILED
+        return self.undelivered or self.is_echo or self.error.status in (502, 503) or self.error.code == CODE_TRANSFER_FAILED
 
     @property
     def is_fault(self) -> bool:
         """The worker itself is to blame: never for 4xx or a busy worker."""
+        if self.is_echo:
+            return False
         return self.error.code in ("worker_unreachable", "worker_lost", "worker_timeout", "bad_worker_answer") or self.error.status == 500
 
 
@@ -191,7 +198,7 @@ class _LegSink:
             self.attempt.on_answer(self, self.answer())
         else:
             error = self.engine.error(self.status, bytes(self.body))
-            self.attempt.on_failure(self, Failure(error, self.leg.worker, self.answer()))
+            self.attempt.on_failure(self, Failure(error, self.leg.worker, self.answer(), self._may_echo(error)))
 
     def on_lost(self, error: ApiError) -> None:
         self.open = False
@@ -208,7 +215,11 @@ class _LegSink:
         self.open = False
         if self.handle is not None:
             self.handle.close()
-        self.attempt.on_failure(self, Failure(error, self.leg.worker))
+        self.attempt.on_failure(self, Failure(error, self.leg.worker, is_echo=self._may_echo(error)))
+
+    def _may_echo(self, error: ApiError) -> bool:
+        """An engine that is not ours names no cause when it is the other leg's: any 500 of a pair may be that."""
+        return self.attempt.is_foreign_pair and error.status == 500
 
 
 class Attempt:
@@ -244,6 +255,10 @@ class Attempt:
         self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
         self.rid = secrets.token_hex(16)
+
+    @property
+    def is_foreign_pair(self) -> bool:
+        return self._lease.prefill is not None and self._serving.engine.kind != names.ENGINE_OURS
 
     async def run(self, parsed: Parsed, prompt: Prompt) -> Outcome:
         """Sends the legs and waits for the end. Cancelled: ends the legs first, or leaves them to end when they may."""

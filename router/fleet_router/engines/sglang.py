@@ -120,7 +120,11 @@ class BootstrapHandOver:
             "bootstrap_port": b"%d" % worker.record.ports.bootstrap,
             "bootstrap_room": b"%d" % room,
         }
-        return [(leg, request(self._sending, leg, meeting)) for leg in self._sending.lease.legs()]
+        whole: openai_worker.Changes = {"stream_options": None}  # nobody reads the prefill's answer as a stream
+        if "stream" in self._sending.parsed.fields:
+            whole["stream"] = b"false"
+        serving = self._sending.lease.serving
+        return [(prefill, request(self._sending, prefill, meeting | whole)), (serving, request(self._sending, serving, meeting))]
 
     def after_prefill(self, body: bytes, *, left: bool) -> Parts | None:
         return None
