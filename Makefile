@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases fuzz soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay bench-choice bench-runtime format clean
+.PHONY: cases rules fuzz soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay bench-choice bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -32,6 +32,9 @@ fuzz: setup ## the long fuzz: 10,000 bodies of our own and as many of schemathes
 
 cases: setup ## one line for each fault from the field: which have a passing test
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report
+
+rules: setup-python ## the router's design rules, and the tests that prove each
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.rules
 
 soak: setup ## the long test: 10,000 mixed requests with aborts, errors and retractions; then nothing may be left
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.soak

@@ -23,6 +23,12 @@ ROLE_UNIFIED: Final = "unified"
 ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_UNIFIED)
 ROLE_LETTERS: Final = {ROLE_PREFILL: "p", ROLE_DECODE: "d", ROLE_UNIFIED: "u"}
 
+# Kinds of engine that a worker can be.
+ENGINE_OURS: Final = "radixfleet"
+ENGINE_VLLM: Final = "vllm"
+ENGINE_SGLANG: Final = "sglang"
+ENGINES: Final = (ENGINE_OURS, ENGINE_VLLM, ENGINE_SGLANG)
+
 # Labels.
 LABEL_NAME: Final = "app.kubernetes.io/name"
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"

@@ -13,7 +13,8 @@ import msgspec
 
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import chain_hashes, namespace_hash
-from fleet_router.decide.index import STRIDE
+from fleet_router.decide.keys import STRIDE
+from fleet_router.dialects import Dialect, dialect_of
 from fleet_text.chat import CHAT_FIELDS, PromptError, chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -40,6 +41,10 @@ class Parsed:
     answer_tokens: int
     fields: dict[str, msgspec.Raw]
     body: bytes
+
+    @property
+    def dialect(self) -> Dialect:
+        return dialect_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)

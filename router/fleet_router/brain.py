@@ -13,24 +13,26 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from fleet_contract import names
-from fleet_contract.worker import FleetReport, LoadReport
+from fleet_contract.worker import LoadReport
 from fleet_router import errors, revisions
-from fleet_router.decide.fleet import Decision, Fleet
+from fleet_router.decide.fleet import Decision, Fleet, Taken
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
-from fleet_router.lease import Choice, Lease, Leg, Want
-from fleet_router.metrics import Counters, Snapshot
+from fleet_router.explain import Choice
+from fleet_router.lease import Lease, Leg, Want
+from fleet_router.metrics import Counters
 from fleet_router.observed import Observed, ServiceFacts
 from fleet_router.registry import Endpoint, worker_state
 from fleet_router.settings import Settings
-from fleet_router.table import Service, ServiceKey, Table, Worker, fleet_report, service_of_record, static_services
+from fleet_router.table import Service, ServiceKey, Table, WorkerView, service_of_record, static_services
+from fleet_router.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +41,18 @@ FAULT_PENALTY_S: Final = 1.0
 MAX_FAULTS: Final = 5
 MAX_QUEUED_BYTES: Final = 1 << 30  # bodies of requests that wait
 LOOK_EVERY_S: Final = 0.1  # while requests wait
-
+_ALONE: Final = (names.ROLE_UNIFIED,)
+_PROMPT_ONLY: Final = (names.ROLE_UNIFIED, names.ROLE_PREFILL)
 
 Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
+
+
+class WorkerWatcher(Protocol):
+    """Is told of each incarnation of a worker: `added` before it can be picked, `gone` before its slot is cleared."""
+
+    def added(self, worker: Worker) -> None: ...
+
+    def gone(self, worker: Worker) -> None: ...
 
 
 class Brain:
@@ -50,23 +61,27 @@ class Brain:
     def __init__(self, settings: Settings, counters: Counters, clock: Callable[[], float], draw: Callable[[int], int] | None = None) -> None:
         self.settings = settings
         self.counters = counters
-        self.table = Table()
+        self.table: Table[Worker] = Table()
         self._draw = draw or random.Random(secrets.randbits(64)).randrange
         rules = QueueRules(max_requests=settings.max_queue, max_requests_per_tenant=settings.max_queue, max_bytes=MAX_QUEUED_BYTES)
         self.deciding = Fleet(self._draw, rules)
         self.pick_id = f"{settings.router_id}.{secrets.token_hex(4)}"  # of this process life: numbers start again at 0
         self.poke: Callable[[str], None] = lambda key: None
         self.all_asked: Callable[[], bool] = lambda: False
+        self.on_suspect: Callable[[str, int, str], None] = lambda host, port, why: None
+        self.watchers: list[WorkerWatcher] = []
         self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
+        self.workers: list[Worker] = []  # those that are removed stay until nothing is in flight on them
         self._synced = False
-        self._clock = clock
-        self._workers: list[Worker] = []
+        self.clock = clock
         self._by_endpoint: dict[str, Worker] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._by_slot: dict[int, Worker] = {}
-        self._observed: Observed | None = None
+        self.observed: Observed | None = None
+        self._taken: dict[int, Taken] = {}  # by lease
+        self._leases = 0
         self._traffic: dict[ServiceKey, list[tuple[str, int]]] = {}
         self._wakers: set[asyncio.Future[None]] = set()
         self._looking = False  # a look at the queues is due in this turn of the loop
@@ -81,7 +96,7 @@ class Brain:
 
     def take_observed(self, observed: Observed) -> None:
         """A new snapshot of discovery."""
-        self._observed = observed
+        self.observed = observed
         self._rebuild()
 
     def take_endpoint(self, endpoint: Endpoint) -> None:
@@ -112,7 +127,7 @@ class Brain:
                 self.poke(key)
                 return
             was_draining = worker.says_draining
-            worker.load.take_report(report, self.pick_id, self._clock())
+            worker.load.take_report(report, self.pick_id, self.clock())
             if report.draining != was_draining:
                 self.take_endpoint(self._endpoints[key])
             self._look_soon()
@@ -126,19 +141,16 @@ class Brain:
         """
         if not self._synced and self.all_asked():
             if self.settings.kubernetes:
-                self._synced = self._observed is not None
+                self._synced = self.observed is not None
             else:
                 self._synced = any(s.ready_units() for s in self.table.services.values())
         return self._synced
 
     # -- choice
 
-    def choose_revision(self, service: Service, exclude: Collection[Worker] = ()) -> str | None:
+    def choose_revision(self, service: Service[Worker], exclude: Collection[WorkerView] = ()) -> str | None:
         """A revision with ready workers, by the operator's weights."""
-        units = service.ready_units()
-        if exclude:
-            units = {rev: n for rev, n in units.items() if self._pool_of(service, rev, exclude).is_usable}
-        return revisions.choose_revision(service.facts.traffic, units, self._draw)
+        return revisions.choose_revision(service.facts.traffic, service.ready_units(exclude), self._draw)
 
     def pick(self, want: Want) -> Lease | None:
         """Chooses and counts at once, however busy the workers are. None when no worker is ready."""
@@ -150,16 +162,16 @@ class Brain:
 
         Raises ApiError when too many wait, or its time is over. Cancelled: it does not wait any more.
         """
-        if want.any_role:
+        if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
         if self.deciding.pool(key) is None:
             return None
-        now = self._clock()
+        now = self.clock()
         future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
         exclude = frozenset(w.slot for w in want.exclude if not w.removed)
         request = Waiting(
-            want.ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future),
+            _ask(want), want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future),
         )  # fmt: skip
         try:
             decision = self.deciding.offer(key, request, now)
@@ -179,14 +191,14 @@ class Brain:
             if request.queued:
                 self.deciding.queues[key].withdraw(request)
 
-    def explain(self, want: Want) -> Choice | None:
-        """The decision that would be made now, without making it."""
+    async def explain(self, want: Want) -> dict[str, Any] | None:
+        """The decision that would be made now, in words, without making it."""
         decision = self._decide(want)
-        return Choice(self._label(want), want.revision, want.request_id, decision) if decision is not None else None
+        return Choice(self._label(want), want.revision, want.request_id, decision).as_json() if decision is not None else None
 
     def first_token(self, lease: Lease) -> None:
         """The prompt of a lease is computed."""
-        self.deciding.first_token(lease.taken, self._clock())
+        self.deciding.first_token(self._taken[lease.number], self.clock())
         if self.deciding.needs_ticks:
             self._set_timer()
         self._look_soon()
@@ -194,35 +206,44 @@ class Brain:
     def give_back(self, lease: Lease, leg: Leg) -> None:
         """A leg is over."""
         worker = leg.worker
+        assert isinstance(worker, Worker)
         worker.inflight -= 1
         assert worker.inflight >= 0, worker.name
-        worker.load.release(leg.pick)
+        self.deciding.release(self._taken[lease.number], 1 if leg is lease.serving and lease.prefill is not None else 0)
         if worker.breaker.state == "half-open":
             worker.breaker.undecided()
             self._set_pools()
         if worker.removed and not worker.inflight:
-            self._workers.remove(worker)
+            self.workers.remove(worker)
             self._rebuild()
         self._look_soon()
 
     def forget(self, lease: Lease) -> None:
         """All legs of a lease are over."""
-        self.deciding.release(lease.taken)
+        self.deciding.release(self._taken.pop(lease.number))
 
-    def learn(self, worker: Worker, predicted: int, actual: int, prompt: int) -> None:
+    def learn_cached(self, lease: Lease, actual: int) -> None:
         """Compares the index with what a worker had cached."""
-        self.counters.add("prompt_tokens_total", prompt)
-        self.counters.add("predicted_cached_tokens_total", predicted)
+        worker = (lease.prefill or lease.serving).worker
+        self.counters.add("prompt_tokens_total", lease.prompt_tokens)
+        self.counters.add("predicted_cached_tokens_total", lease.predicted_tokens)
         self.counters.add("cached_tokens_total", actual)
         if not worker.removed:
-            self.index.feedback(worker.slot, predicted, actual)
+            self.index.feedback(worker.slot, lease.predicted_tokens, actual)
 
-    def blame(self, worker: Worker) -> None:
+    def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
+        """So many tokens after the first took the serving worker so long."""
+        worker = lease.serving.worker
+        assert isinstance(worker, Worker)
+        worker.load.learn_step(seconds, steps)
+
+    def blame(self, worker: WorkerView) -> None:
         """A fault of the worker itself: others are preferred until it answers well again; after some in a row it gets nothing for a while."""
+        assert isinstance(worker, Worker)
         worker.faults = min(MAX_FAULTS, worker.faults + 1)
         worker.load.set_penalty(worker.faults * FAULT_PENALTY_S)
         was_open = worker.breaker.state == "open"
-        worker.breaker.fault(self._clock())
+        worker.breaker.fault(self.clock())
         if worker.breaker.state == "open" and not was_open and not worker.removed:
             pause_s = worker.breaker.pause_s
             log.warning("worker fails again and again: it gets no requests for a while", extra={"worker": worker.name, "seconds": pause_s})
@@ -230,17 +251,22 @@ class Brain:
             self._set_pools()
             asyncio.get_running_loop().call_later(pause_s + 0.001, self._set_pools)
 
-    def praise(self, worker: Worker) -> None:
+    def praise(self, worker: WorkerView) -> None:
         """It answered well."""
+        assert isinstance(worker, Worker)
         if worker.faults:
             worker.faults = 0
             worker.load.set_penalty(0.0)
         was = worker.breaker.state
-        worker.breaker.success(self._clock())
+        worker.breaker.success(self.clock())
         if worker.breaker.state != was:
             self._set_pools()
 
-    async def wait_change(self, service: Service, timeout_s: float) -> None:
+    def suspect(self, worker: WorkerView, why: str) -> None:
+        """A request found it unreachable."""
+        self.on_suspect(worker.host, worker.port, why)
+
+    async def wait_change(self, service: Service[Worker], timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""
         key = service.facts.key
         if sum(self.waiting.values()) >= self.settings.max_queue:
@@ -256,53 +282,6 @@ class Brain:
             if not self.waiting[key]:
                 del self.waiting[key]
 
-    # -- reports
-
-    def fleet(self, namespace: str, name: str) -> FleetReport:
-        """What the operator asks for."""
-        key = (namespace, name)
-        service = self.table.services.get(key)
-        queued = {revision: len(queue) for (service_key, revision, _), queue in self._queues() if service_key == key and len(queue)}
-        if service is not None and (n := self.waiting.get(key, 0)):
-            weights = service.facts.traffic
-            target = max(weights, key=lambda t: t[1])[0] if weights else next((w.record.revision for w in service.workers), "")
-            queued[target] = queued.get(target, 0) + n
-        pods = [p for p in self._observed.pods if (p.namespace, p.service) == key] if self._observed is not None else []
-        return fleet_report(service, router_id=self.settings.router_id, synced=self.synced, queued=queued, pods=pods)
-
-    def workers(self) -> list[dict[str, Any]]:
-        """All workers, for /workers."""
-        self.deciding.tick(self._clock())
-        out: list[dict[str, Any]] = []
-        for w in self._workers:
-            load = w.load.now()
-            out.append(
-                {
-                    "service": "/".join(w.service), "revision": w.record.revision, "role": w.record.role, "pod": w.pod, "podUid": w.record.pod_uid,
-                    "rank": w.record.rank, "incarnation": w.record.incarnation, "address": f"{w.host}:{w.port}",
-                    "state": "failed" if w.removed else w.state, "inflight": w.inflight, "drainDeadline": w.drain_deadline,
-                    "modelRevision": w.record.model_revision, "pend": load.pend, "run": load.run, "ctx": load.ctx, "kvUsed": load.committed,
-                    "kvCapacity": w.speed.kv_capacity_tokens, "prefillTokensPerS": w.load.prefill_rate,
-                    "breaker": w.breaker.state, "indexedTokens": 0 if w.removed else self.index.held_tokens(w.slot),
-                }
-            )  # fmt: skip
-        return out
-
-    def snapshot(self, connections: int) -> Snapshot:
-        """All metrics."""
-        states = dict.fromkeys(names.WORKER_STATES, 0)
-        for w in self._workers:
-            states["failed" if w.removed else w.state] += 1
-        gauges: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
-            ("up", ()): 1,
-            ("inflight", ()): sum(w.inflight for w in self._workers),
-            ("waiting", ()): sum(self.waiting.values()) + sum(len(queue) for _, queue in self._queues()),
-            ("connections", ()): connections,
-            ("index_keys", ()): len(self.index),
-        }
-        gauges |= {("workers", (("state", state),)): n for state, n in states.items()}
-        return self.counters.snapshot(gauges)
-
     # -- inside
 
     def _key(self, want: Want) -> Key:
@@ -312,33 +291,36 @@ class Brain:
         service = self.table.services.get(want.service)
         return service.label if service is not None else want.service[1]
 
-    def _queues(self) -> list[tuple[Key, CacheQueue]]:
+    def queues(self) -> list[tuple[Key, CacheQueue]]:
+        """All queues of busy pools."""
         return list(self.deciding.queues.items())  # type: ignore[arg-type]
 
-    def _pool_of(self, service: Service, revision: str, exclude: Collection[Worker] = (), *, any_role: bool = False) -> Pool:
-        """Ready workers of a revision by role."""
-        now = self._clock()
+    def _pool_of(self, service: Service[Worker], revision: str, exclude: Collection[WorkerView] = (), alone: Collection[str] = _ALONE) -> Pool:
+        """Ready workers of a revision by role. Args: alone: see `_pool`."""
+        now = self.clock()
         ready = [w for w in service.workers if w.routable and w.record.revision == revision and w not in exclude and w.record.role in names.ROLES]
-        trusted = _pool([w for w in ready if w.breaker.allows(now)], any_role=any_role)
-        return trusted if trusted.is_usable else _pool(ready, any_role=any_role)  # better a worker that failed than none
+        trusted = _pool([w for w in ready if w.breaker.allows(now)], alone)
+        return trusted if trusted.is_usable else _pool(ready, alone)  # better a worker that failed than none
 
     def _decide(self, want: Want) -> Decision | None:
         service = self.table.services.get(want.service)
         if service is None:
             return None
-        if want.exclude or want.any_role:
-            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, any_role=want.any_role)
+        alone = names.ROLES if want.any_role else _PROMPT_ONLY if want.prompt_only else _ALONE
+        if want.exclude or alone is not _ALONE:
+            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, alone)
         else:
             pool = self.deciding.pool(self._key(want))
         if pool is None or not pool.is_usable:
             return None
-        ask = Ask(1, 1) if want.any_role else want.ask
-        return self.deciding.decide(pool, ask, want.keys, self._clock())
+        return self.deciding.decide(pool, _ask(want), want.keys, self.clock())
 
     def _lease(self, want: Want, decision: Decision) -> Lease:
         """Counts a decision."""
         self.decisions.append(Choice(self._label(want), want.revision, want.request_id, decision))
-        taken = self.deciding.take(decision, want.keys, self._clock(), silent=want.silent, key=self._key(want))
+        taken = self.deciding.take(decision, want.keys, self.clock(), silent=want.silent, key=self._key(want))
+        self._leases += 1
+        self._taken[self._leases] = taken
         legs: list[Leg] = []
         for load, pick in taken.picks:
             worker = self._by_slot[load.slot]
@@ -346,9 +328,10 @@ class Brain:
             if worker.breaker.state == "half-open":
                 worker.breaker.picked()
                 self._set_pools()
-            legs.append(Leg(worker, pick))
+            legs.append(Leg(worker, pick.number))
             self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
-        return Lease(self, taken, legs[-1], legs[0] if len(legs) == 2 else None, decision.waited_s)
+        prefill = legs[0] if len(legs) == 2 else None
+        return Lease(self, self._leases, legs[-1], prefill, want.prompt_tokens, taken.predicted_tokens, decision.waited_s)
 
     def _look_soon(self) -> None:
         """Something may have freed a worker: the queues are looked at once in this turn of the loop."""
@@ -359,8 +342,8 @@ class Brain:
     def _look(self) -> None:
         """Gives out what may go now."""
         self._looking = False
-        now = self._clock()
-        for key, queue in self._queues():
+        now = self.clock()
+        for key, queue in self.queues():
             while len(queue) and (found := self.deciding.pump(key, now)) is not None:
                 request, decision = found
                 want, future = request.tag
@@ -378,7 +361,7 @@ class Brain:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.deciding.tick(self._clock())
+        self.deciding.tick(self.clock())
         self._look()
         if self.deciding.needs_ticks:
             self._set_timer()
@@ -389,34 +372,38 @@ class Brain:
         slot = next(n for n in range(len(self._by_slot) + 1) if n not in self._by_slot)
         key = (pod.namespace, pod.service) if pod is not None else service_of_record(record)
         load = self.deciding.add_worker(slot, Speed.of(record.profile, record.kv_capacity_tokens), by_history=True)
-        worker = Worker(slot, endpoint.host, record, key, pod.name if pod is not None else "", load)
-        self._workers.append(worker)
+        worker = Worker(slot, endpoint.host, record, key, pod.name if pod is not None else "", load=load)
+        self.workers.append(worker)
         self._by_slot[slot] = worker
         self._by_endpoint[endpoint.key] = worker
+        for watcher in self.watchers:
+            watcher.added(worker)
         return worker
 
     def _remove(self, key: str, worker: Worker) -> None:
         """The incarnation is over; what is in flight on it stays counted."""
         del self._by_endpoint[key]
         worker.removed = True
+        for watcher in self.watchers:
+            watcher.gone(worker)
         self.deciding.remove_worker(worker.slot)
         self._set_timer()
         del self._by_slot[worker.slot]
         if not worker.inflight:
-            self._workers.remove(worker)
+            self.workers.remove(worker)
 
     def _rebuild(self) -> None:
         facts: list[ServiceFacts]
-        if self._observed is None:
-            facts = static_services(self._workers) if not self.settings.kubernetes else []
+        if self.observed is None:
+            facts = static_services(self.workers) if not self.settings.kubernetes else []
         else:
             facts = []
-            for f in self._observed.services:
+            for f in self.observed.services:
                 if f.traffic:
                     self._traffic[f.key] = f.traffic
                 facts.append(f if f.traffic else msgspec.structs.replace(f, traffic=self._traffic.get(f.key, [])))
             self._traffic = {key: t for key, t in self._traffic.items() if any(f.key == key for f in facts)}
-        self.table.rebuild(facts, self._workers)
+        self.table.rebuild(facts, self.workers)
         self._set_pools()
         self._wake()
 
@@ -429,7 +416,7 @@ class Brain:
                 if pool.is_usable:
                     pools[(key, revision, False)] = pool
         self.deciding.set_pools(pools)
-        for queue_key, queue in self._queues():
+        for queue_key, queue in self.queues():
             if queue_key not in pools:
                 for request in list(queue.waiting()):
                     queue.withdraw(request)
@@ -443,10 +430,17 @@ class Brain:
                 waker.set_result(None)
 
 
-def _pool(workers: Collection[Worker], *, any_role: bool) -> Pool:
-    """By role; `any_role`: all of them can answer alone."""
+def _pool(workers: Collection[Worker], alone: Collection[str]) -> Pool:
+    """By role. Args: alone: the roles that answer without a partner; if these are more than the unified, nobody answers with one."""
     parts: dict[str, list[Member]] = {r: [] for r in names.ROLES}
     for w in workers:
         member = Member(w.slot, w.name, w.record.role, w.host, tuple(w.record.transfer_backends))
-        parts[names.ROLE_UNIFIED if any_role else w.record.role].append(member)
+        if w.record.role in alone:
+            parts[names.ROLE_UNIFIED].append(member)
+        elif alone == _ALONE:
+            parts[w.record.role].append(member)
     return Pool(*(tuple(parts[r]) for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE)))
+
+
+def _ask(want: Want) -> Ask:
+    return Ask(1, 1) if want.any_role else Ask(want.prompt_tokens, 1) if want.prompt_only else Ask(want.prompt_tokens, want.answer_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Final
 
 import msgspec
@@ -18,6 +19,11 @@ from fleet_router.link import LinkClient, Reply
 JSON: Final = "application/json"
 MAX_PROBE_BYTES: Final = 64 << 10
 PROBE_TIMEOUT_S: Final = 28.0
+PAGE_HEADERS: Final = {  # the page runs its own script and talks to its own origin, nothing else
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",
+}
 _CODES: Final = {404: (contract_errors.NOT_FOUND, "not_found"), 405: (contract_errors.INVALID_REQUEST, "method_not_allowed")}
 
 
@@ -27,6 +33,7 @@ def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
     _add_errors(app)
     _add_health(app, link)
     _add_tables(app, link, max_body_bytes)
+    _add_dashboard(app)
     return app
 
 
@@ -115,9 +122,27 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
     async def route(request: Request) -> Response:
         return _answer(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
 
+    @app.get("/debug/queue")
+    async def queue() -> Response:
+        return _answer(await link.ask("queue"))
+
+    @app.get("/debug/overview")
+    async def get_overview() -> Response:
+        return _answer(await link.ask("overview"))
+
     @app.get("/debug/route")
     async def decisions() -> Response:
         return _answer(await link.ask("decisions"))
+
+
+def _add_dashboard(app: FastAPI) -> None:
+    """One page for people; it asks /debug/overview each second."""
+    page = files("fleet_router").joinpath("dashboard.html").read_bytes()
+
+    @app.get("/")
+    @app.get("/dashboard")
+    async def dashboard() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -15,24 +15,22 @@ import socket
 import sys
 from typing import Final
 
-import msgspec
 import uvloop
 
 from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
-from fleet_contract.worker import ProbeRequest
+from fleet_router.answers import Answers
 from fleet_router.brain import Brain
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import DataProtocol, Limits, ServerState
-from fleet_router.link import Ask, LinkServer
+from fleet_router.link import LinkServer
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
 from fleet_router.process import Handover, raise_file_limit, read_handover
 from fleet_router.registry import Endpoint, Registry
 from fleet_router.service import DataService
 from fleet_router.settings import Settings, split_url
-from fleet_router.table import Worker
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +65,8 @@ class Edge:
         self.registry = Registry(self.pool, poll_interval_s=settings.poll_interval, on_change=self._endpoint_changed, on_load=self.brain.take_load)
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
-        self.service = DataService(settings, self.brain, self.encoders, self.pool, self._suspect)
+        self.brain.on_suspect = self._suspect
+        self.service = DataService(settings, self.brain, self.encoders, self.pool)
         self.server_state = ServerState(
             Limits(
                 settings.max_body_bytes, settings.max_head_bytes, settings.head_timeout, settings.body_timeout,
@@ -75,7 +74,8 @@ class Edge:
             ),
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
         )  # fmt: skip
-        self.link = LinkServer(self.answer, self.take_observed)
+        answers = Answers(self.brain, self.service, lambda: len(self.server_state.connections))
+        self.link = LinkServer(answers.answer, self.take_observed)
         self._server: asyncio.Server | None = None
         self._listener: socket.socket | None = None
 
@@ -122,36 +122,15 @@ class Edge:
         self.registry.set_pods(observed.pods)
         self.brain.take_observed(observed)
 
-    async def answer(self, ask: Ask) -> bytes:
-        """Questions of the control process; each answer is JSON but for the metrics."""
-        brain = self.brain
-        match ask.what:
-            case "ready":
-                return msgspec.json.encode(self.service.readiness())
-            case "metrics":
-                return msgspec.msgpack.encode(brain.snapshot(len(self.server_state.connections)))
-            case "workers":
-                return msgspec.json.encode({"routerId": self.settings.router_id, "synced": brain.synced, "workers": brain.workers()})
-            case "fleet":
-                return msgspec.json.encode(brain.fleet(*ask.args))
-            case "probe":
-                revision = msgspec.json.decode(ask.body, type=ProbeRequest).revision
-                return msgspec.json.encode(await self.service.probe(ask.args[0], ask.args[1], revision))
-            case "route":
-                return msgspec.json.encode(await self.service.explain(ask.body))
-            case "decisions":
-                return msgspec.json.encode({"decisions": [d.as_json() for d in reversed(brain.decisions)]})
-        raise ValueError(f"unknown question {ask.what!r}")
-
     def _endpoint_changed(self, endpoint: Endpoint) -> None:
         self.brain.take_endpoint(endpoint)
         record = endpoint.record
         if record is not None and endpoint.healthy and not endpoint.removed:
             self.encoders.want(record.model_revision, endpoint.host, endpoint.port)
 
-    def _suspect(self, worker: Worker, why: str) -> None:
+    def _suspect(self, host: str, port: int, why: str) -> None:
         for endpoint in list(self.registry.endpoints.values()):
-            if endpoint.host == worker.host and endpoint.port == worker.port:
+            if endpoint.host == host and endpoint.port == port:
                 self.registry.suspect(endpoint.key, why)
 
 

@@ -94,8 +94,3 @@ def shutting_down() -> ApiError:
 
 def internal() -> ApiError:
     return ApiError(500, "the router failed on this request; its log has the cause under this request id", type=errors.SERVER, code="internal")
-
-
-def sse_event(error: ApiError, request_id: str) -> bytes:
-    """One event of a stream that says why it ends."""
-    return b"data: " + error.body(request_id) + b"\n\n"

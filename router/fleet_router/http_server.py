@@ -28,7 +28,7 @@ REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; mor
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 _REASONS: Final = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
+    200: b"OK", 204: b"No Content", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
     408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
     422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
     502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
@@ -77,6 +77,8 @@ class ServerState:
     handler: Handler
     make_request_id: Callable[[bytes | None], str]
     on_limit: Callable[[str], None]
+    write_error: Callable[[str, ApiError, str], bytes] = lambda path, error, request_id: error.body(request_id)
+    more_head: Callable[[Request], bytes] = lambda request: b""  # header lines of every answer
     connections: set[DataProtocol] = field(default_factory=set)
     draining: bool = False
 
@@ -84,7 +86,7 @@ class ServerState:
 class Exchange:
     """The answer to one request. All writes are dropped once the client is gone; `on_gone` tells it at once."""
 
-    __slots__ = ("_chunked", "_protocol", "ended", "on_gone", "on_pause", "on_resume", "request", "started", "status")
+    __slots__ = ("_chunked", "_protocol", "ended", "head_lines", "on_gone", "on_pause", "on_resume", "request", "started", "status")
 
     def __init__(self, protocol: DataProtocol, request: Request) -> None:
         self._protocol = protocol
@@ -93,6 +95,7 @@ class Exchange:
         self.ended = False
         self.status = 0
         self._chunked = False
+        self.head_lines = b""  # of this answer, beside those that all have
         self.on_gone: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -118,8 +121,12 @@ class Exchange:
 
     def fail(self, error: ApiError) -> None:
         """An answer that is an error."""
-        extra = ((b"Retry-After", str(error.retry_after_s).encode()),) if error.retry_after_s is not None else ()
-        self.respond(error.status, error.body(self.request.request_id), extra=extra)
+        extra: tuple[tuple[bytes, bytes], ...] = ()
+        if error.retry_after_s is not None:
+            extra = ((b"Retry-After", str(error.retry_after_s).encode()),)
+        if error.status == 401:
+            extra += ((b"WWW-Authenticate", b"Bearer"),)
+        self.respond(error.status, self._protocol.state.write_error(self.request.path, error, self.request.request_id), extra=extra)
 
     def start_stream(self, content_type: bytes) -> None:
         """Head of a stream: chunked, or until the connection ends for HTTP/1.0."""
@@ -162,6 +169,7 @@ class Exchange:
         out = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: %b\r\n%b" % (
             status, _REASONS.get(status, b"Status"), content_type, self.request.request_id.encode(), framing,
         )  # fmt: skip
+        out += self._protocol.state.more_head(self.request) + self.head_lines
         for name, value in extra:
             out += name + b": " + value + b"\r\n"
         if not keep:

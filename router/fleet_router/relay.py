@@ -1,6 +1,6 @@
 """One attempt at a request: sends its legs, merges what comes back, streams the answer's bytes unchanged, ends everything with it.
 
-Called by `service` with a lease; never retries itself, but says whether another attempt may. A stream is passed on in whole SSE
+Called by `service` with a lease; never retries itself, but says whether another attempt may. A stream is passed on in whole
 events only, so that an error event can always follow what the client has; bytes are never changed. Callbacks on the event loop, no
 task per leg.
 """
@@ -22,11 +22,12 @@ from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_contract.worker import AbortRequest, PrefillAnswer
 from fleet_router import errors
 from fleet_router.body import Parsed, Prompt
+from fleet_router.dialects import OPENAI
 from fleet_router.http_client import Handle, Pool, fetch, request_parts
 from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
-from fleet_router.table import Worker
+from fleet_router.table import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Failure:
     """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any."""
 
     error: ApiError
-    worker: Worker
+    worker: WorkerView
     answer: Answer | None = None
 
     @property
@@ -100,13 +101,6 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     return next((f for f in failures if not f.derived), None)
 
 
-def event_end(data: bytes) -> int:
-    """Where the last whole SSE event of `data` ends; 0 without one."""
-    end = data.rfind(b"\n\n") + 2
-    other = data.rfind(b"\n\r\n") + 3
-    return max(end if end > 1 else 0, other if other > 2 else 0)
-
-
 class Aborter:
     """Tells workers that a request is gone; owns the calls until they are answered."""
 
@@ -115,7 +109,7 @@ class Aborter:
         self._count = count
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def abort(self, worker: Worker, rid: str) -> None:
+    def abort(self, worker: WorkerView, rid: str) -> None:
         """Returns at once; tried twice."""
         task = asyncio.get_running_loop().create_task(self._call(worker, rid))
         self._tasks.add(task)
@@ -126,7 +120,7 @@ class Aborter:
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=ABORT_TIMEOUT_S)
 
-    async def _call(self, worker: Worker, rid: str) -> None:
+    async def _call(self, worker: WorkerView, rid: str) -> None:
         self._count.add("aborts_total")
         body = msgspec.json.encode(AbortRequest(rid))
         for _ in range(2):
@@ -160,7 +154,7 @@ class _LegSink:
                 self.content_type = value
             elif lower == b"retry-after":
                 self.retry_after = value
-        self.streaming = self.serving and status == 200 and self.content_type.startswith(b"text/event-stream")
+        self.streaming = self.serving and status == 200 and self.attempt.dialect.is_stream(self.content_type)
 
     def on_body(self, data: bytes) -> None:
         if self.streaming:
@@ -199,6 +193,9 @@ class Attempt:
 
     def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: Lease, timing: Timing) -> None:
         self.streamed = False
+        self.dialect = OPENAI  # of the request's path, see `run`
+        self.events = 0  # of the stream, as far as it was passed on
+        self.made: int | None = None  # tokens of the answer, as its end told them
         self._pool = pool
         self._aborter = aborter
         self._exchange = exchange
@@ -220,6 +217,7 @@ class Attempt:
     async def run(self, parsed: Parsed, prompt: Prompt) -> Outcome:
         """Sends the legs and waits for the end. Cancelled: ends the legs first."""
         exchange = self._exchange
+        self.dialect = parsed.dialect
         if exchange.gone:
             self._lease.release()
             return Outcome(gone=True)
@@ -242,7 +240,7 @@ class Attempt:
         """Bytes of the serving leg's stream."""
         if self._held:
             data = self._held + data
-        end = event_end(data)
+        end = self.dialect.event_end(data)
         if end:
             self._held = data[end:]
             self._forward(data[:end] if self._held else data, mid_event=False)
@@ -256,7 +254,7 @@ class Attempt:
         """The serving leg's stream is over; without an error it ended as HTTP says, but may still lack its last event."""
         if self._outcome.done():
             return
-        ended, failed = self._stream_words()
+        ended, failed = self.dialect.last_words(self._tail[1])
         if not self.streamed:
             worker = self._lease.serving.worker
             lost = error or errors.worker_lost(worker.name, "the stream was empty")
@@ -267,8 +265,8 @@ class Attempt:
             self._exchange.finish()
         else:
             if not failed and not self._mid_event:
-                lost = error or errors.worker_lost(self._lease.serving.worker.name, "the stream ended without [DONE]")
-                self._exchange.write(errors.sse_event(lost, self._exchange.request.request_id))
+                lost = error or errors.worker_lost(self._lease.serving.worker.name, f"the stream ended without {self.dialect.end_name}")
+                self._exchange.write(self.dialect.error_event(lost, self._exchange.request.request_id))
             self._exchange.cut()
         self._finish(Outcome(streamed=True))
 
@@ -283,8 +281,9 @@ class Attempt:
             self._lease.first_token()
             self._lease.release_leg(sink.leg)
             return
-        if self._lease.prefill is None and (cached := cached_tokens(answer.body)) is not None:
+        if self._lease.prefill is None and (cached := self.dialect.cached_tokens(answer.body)) is not None:
             self._lease.cached(cached)
+        self.made = self.dialect.made_tokens(answer.body)
         self._finish(Outcome(answer=answer))
 
     def on_failure(self, sink: _LegSink, failure: Failure) -> None:
@@ -362,7 +361,7 @@ class Attempt:
         prefill = self._lease.prefill
         return RoutedHeaders(
             rid=self.rid,
-            pick=(self._lease.brain.pick_id, leg.pick.number),
+            pick=(self._lease.desk.pick_id, leg.pick_number),
             deadline_ms=max(1, int(self._timing.first_token_s * 1000)),
             leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
             rooms=rooms,
@@ -384,19 +383,16 @@ class Attempt:
         self._mid_event = mid_event
         self._last_at = self._loop.time()
         self._tail = (self._tail[1], data)
+        self.events += self.dialect.events(data)
         self._exchange.write(data)
-
-    def _stream_words(self) -> tuple[bool, bool]:
-        """Does the stream's last event say it is complete; does it say it failed."""
-        last = self._tail[1].replace(b"\r\n", b"\n").rstrip(b"\n").rsplit(b"\n\n", 1)[-1]
-        return last.endswith(b"[DONE]"), last.startswith(b'data: {"error"')
 
     def _learn_from_stream(self) -> None:
         tail = self._tail[0][-4096:] + self._tail[1][-4096:]
-        if self._lease.prefill is None and (cached := cached_tokens(tail)) is not None:
+        if self._lease.prefill is None and (cached := self.dialect.cached_tokens(tail)) is not None:
             self._lease.cached(cached)
-        if self.first_byte_at is not None and not self._was_paused and (made := completion_tokens(tail)) is not None:
-            self._lease.answered(made, self._last_at - self.first_byte_at)
+        self.made = self.dialect.made_tokens(tail)
+        if self.first_byte_at is not None and not self._was_paused and self.made is not None:
+            self._lease.answered(self.made, self._last_at - self.first_byte_at)
 
     def _finish(self, outcome: Outcome) -> None:
         """Exactly once: the outcome, the end of what still runs, the counts."""
@@ -424,25 +420,3 @@ def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, room
         headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]
         body, content_type = body + encode_ids(prompt.ids), names.CONTENT_TYPE_IDS
     return request_parts(leg.worker.host, leg.worker.port, "POST", parsed.path, headers, body, content_type)
-
-
-_CACHED: Final = b'"cached_tokens":'
-_MADE: Final = b'"completion_tokens":'
-
-
-def cached_tokens(text: bytes) -> int | None:
-    """The last `"cached_tokens": N` of an answer's end; None without one."""
-    return _last_number(text, _CACHED)
-
-
-def completion_tokens(text: bytes) -> int | None:
-    """The last `"completion_tokens": N` of an answer's end; None without one."""
-    return _last_number(text, _MADE)
-
-
-def _last_number(text: bytes, name: bytes) -> int | None:
-    at = text.rfind(name)
-    if at < 0:
-        return None
-    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
-    return int(digits) if digits.isdigit() else None

@@ -21,16 +21,15 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
 from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
-from fleet_router.brain import Brain
 from fleet_router.decide.retry import RetryBudget
-from fleet_router.decide.rule import Ask
+from fleet_router.desk import Desk
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import Exchange, Request
 from fleet_router.lease import Lease, Want
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.settings import Settings
-from fleet_router.table import Service, Worker
+from fleet_router.table import Service, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +49,20 @@ class Trail:
     wait_until: float  # loop time: it may wait for a worker until then
     attempts: int = 0
     undelivered: int = 0
-    excluded: set[Worker] | None = None
+    excluded: set[WorkerView] | None = None
     revision: str | None = None  # forced, by a probe
 
 
 class DataService:
     """Handler of the data port."""
 
-    def __init__(self, settings: Settings, brain: Brain, encoders: Encoders, pool: Pool, suspect: Any) -> None:
+    def __init__(self, settings: Settings, desk: Desk, encoders: Encoders, pool: Pool) -> None:
         self.settings = settings
-        self.brain = brain
+        self.desk = desk
         self.encoders = encoders
         self.pool = pool
-        self.aborter = Aborter(pool, brain.counters)
+        self.aborter = Aborter(pool, desk.counters)
         self.retries = RetryBudget()
-        self._suspect = suspect  # (worker, why): the registry asks it again
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
         """One request, from its last byte to the end of its answer."""
@@ -77,7 +75,7 @@ class DataService:
             else:
                 exchange.fail(e)
         path = request.path if request.path in _POSTS or request.path in _GETS else "other"
-        self.brain.counters.add("requests_total", path=path, status=f"{exchange.status // 100}xx" if exchange.status else "gone")
+        self.desk.counters.add("requests_total", path=path, status=f"{exchange.status // 100}xx" if exchange.status else "gone")
         if exchange.status == 200 and path in _POSTS:
             log.debug("request done", extra={"request_id": request.request_id, "seconds": time.perf_counter() - started})
 
@@ -109,7 +107,7 @@ class DataService:
         if path == "/livez":
             exchange.respond(200, b'{"status":"ok"}')
         elif path == "/readyz":
-            ready = self.brain.synced and not self.brain.draining
+            ready = self.desk.synced and not self.desk.draining
             exchange.respond(200 if ready else 503, msgspec.json.encode(self.readiness()))
         elif path == "/v1/models":
             exchange.respond(200, msgspec.json.encode({"object": "list", "data": self.models()}))
@@ -117,17 +115,17 @@ class DataService:
             wanted = unquote(path.removeprefix("/v1/models/"))
             model = next((m for m in self.models() if m["id"] == wanted), None)
             if model is None:
-                raise errors.unknown_model(wanted, self.brain.table.names)
+                raise errors.unknown_model(wanted, self.desk.table.names)
             exchange.respond(200, msgspec.json.encode(model))
 
     def readiness(self) -> dict[str, Any]:
         """Body of /readyz."""
-        state = "draining" if self.brain.draining else "ready" if self.brain.synced else "syncing"
-        return {"status": state, "synced": self.brain.synced, "draining": self.brain.draining}
+        state = "draining" if self.desk.draining else "ready" if self.desk.synced else "syncing"
+        return {"status": state, "synced": self.desk.synced, "draining": self.desk.draining}
 
     def models(self) -> list[dict[str, Any]]:
         """All names that `model` may have."""
-        table = self.brain.table
+        table = self.desk.table
         return [
             {"id": name, "object": "model", "created": _epoch(table.services[key].facts.created), "owned_by": "radixfleet"}
             for name, key in sorted(table.names.items())
@@ -136,7 +134,7 @@ class DataService:
     # -- generation
 
     async def _generate(self, request: Request, exchange: Exchange) -> None:
-        if self.brain.draining:
+        if self.desk.draining:
             request.keep_alive = False
         content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if content_type == names.CONTENT_TYPE_IDS.encode():
@@ -170,20 +168,20 @@ class DataService:
                 attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout))
                 outcome = await attempt.run(parsed, prompt)
             if outcome.gone:
-                self.brain.counters.add("client_gone_total")
+                self.desk.counters.add("client_gone_total")
                 return
             if outcome.failure is not None:
                 failure = outcome.failure
                 self._note(failure)
                 if self._may_retry(failure, lease, trail):
-                    self.brain.counters.add("retries_total", reason="undelivered" if failure.undelivered else "failed")
+                    self.desk.counters.add("retries_total", reason="undelivered" if failure.undelivered else "failed")
                     facts = {"request_id": exchange.request.request_id, "worker": failure.worker.name, "reason": failure.error.message}
                     log.info("attempt failed, trying again", extra=facts)
                     continue
                 self._answer_failure(failure, exchange)
                 return
             self._answer(outcome, lease, exchange)
-            self.brain.counters.observe_first_byte((attempt.first_byte_at or loop.time()) - began)
+            self.desk.counters.observe_first_byte((attempt.first_byte_at or loop.time()) - began)
             return
 
     async def _lease(self, parsed: Parsed, exchange: Exchange, trail: Trail, prompts: dict[str, Prompt]) -> tuple[Lease, Prompt]:
@@ -193,7 +191,7 @@ class DataService:
         while True:
             service = self.find(parsed.model)
             excluded = trail.excluded or ()
-            revision = self.brain.choose_revision(service, excluded) if trail.revision is None else trail.revision
+            revision = self.desk.choose_revision(service, excluded) if trail.revision is None else trail.revision
             if revision is not None:
                 model_revision = self._model_revision(service, revision)
                 prompt = prompts.get(model_revision)
@@ -201,10 +199,10 @@ class DataService:
                     prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
                     prompts[model_revision] = prompt
                 want = Want(
-                    service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys, excluded,
+                    service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
                     exchange.request.request_id, any_role=parsed.path == TOKENIZE, silent=not parsed.stream, size_bytes=len(parsed.body),
                 )  # fmt: skip
-                lease = await self.brain.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
+                lease = await self.desk.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
                 if lease is not None:
                     return lease, prompt
             if service.facts.is_off:
@@ -212,38 +210,38 @@ class DataService:
             left = trail.wait_until - loop.time()
             if left <= 0:
                 raise errors.no_ready_worker(service.label, loop.time() - began)
-            await self.brain.wait_change(service, left)
+            await self.desk.wait_change(service, left)
 
-    def find(self, model: str) -> Service:
+    def find(self, model: str) -> Service[Any]:
         """The service of a name; of no name when there is only one service. Raises 404."""
-        table = self.brain.table
+        table = self.desk.table
         service = table.resolve(model)
         if service is None and not model and len(table.services) == 1:
             service = next(iter(table.services.values()))
         if service is None:
             if not model:
                 raise ApiError(400, "model is missing; see GET /v1/models", code="missing_required_parameter", param="model")
-            if not self.brain.synced:
+            if not self.desk.synced:
                 raise ApiError(
                     503, "this router does not know its services yet; try again", type=contract_errors.OVERLOADED, code="not_synced", retry_after_s=1
                 )
             raise errors.unknown_model(model, table.names)
         return service
 
-    def _model_revision(self, service: Service, revision: str) -> str:
+    def _model_revision(self, service: Service[Any], revision: str) -> str:
         """Of the revision's ready workers; asks for its tokenizer when it is not here."""
         for w in service.workers:
             if w.routable and w.record.revision == revision:
                 self.encoders.want(w.record.model_revision, w.host, w.port)
-                return w.record.model_revision
+                return str(w.record.model_revision)
         return ""
 
     def _note(self, failure: Failure) -> None:
         """Tells registry and brain what a failure says about the worker."""
         if failure.undelivered or failure.error.code in ("worker_lost", errors.CODE_WORKER_TIMEOUT):
-            self._suspect(failure.worker, failure.error.message)
+            self.desk.suspect(failure.worker, failure.error.message)
         if failure.is_fault:
-            self.brain.blame(failure.worker)
+            self.desk.blame(failure.worker)
 
     def _may_retry(self, failure: Failure, lease: Lease, trail: Trail) -> bool:
         """Decides, and excludes the worker that failed where others can serve."""
@@ -253,15 +251,15 @@ class DataService:
         trail.attempts += 1
         if not failure.retryable or trail.attempts >= MAX_ATTEMPTS:
             return False
-        service = self.brain.table.services.get(lease.serving.worker.service)
+        service = self.desk.table.services.get(lease.serving.worker.service)
         if service is None:
             return False
         excluded = (trail.excluded or set()) | {failure.worker}
-        elsewhere = self.brain.choose_revision(service, excluded) is not None
+        elsewhere = self.desk.choose_revision(service, excluded) is not None
         if not elsewhere and not (failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable):  # the same workers, a new room
             return False
         if not self.retries.take(asyncio.get_running_loop().time()):
-            self.brain.counters.add("retries_refused_total")
+            self.desk.counters.add("retries_refused_total")
             return False
         if elsewhere:
             trail.excluded = excluded
@@ -269,7 +267,7 @@ class DataService:
 
     def _answer(self, outcome: Outcome, lease: Lease, exchange: Exchange) -> None:
         for leg in lease.legs():
-            self.brain.praise(leg.worker)
+            self.desk.praise(leg.worker)
         if outcome.answer is not None:
             exchange.respond(outcome.answer.status, outcome.answer.body, outcome.answer.content_type)
 
@@ -287,12 +285,12 @@ class DataService:
 
     async def probe(self, namespace: str, name: str, revision: str) -> ProbeAnswer:
         """One short request through a revision, whatever its weight."""
-        service = self.brain.table.services.get((namespace, name))
+        service = self.desk.table.services.get((namespace, name))
         if service is None:
             return ProbeAnswer(ok=False, error=f"service {namespace}/{name} is not in this router's table")
         if revision not in service.ready_units():
             return ProbeAnswer(ok=False, error=f"revision {revision} of {namespace}/{name} has no ready worker (or pair) in this router's table")
-        model = next(n for n, key in self.brain.table.names.items() if key == service.facts.key and (not namespace or "/" in n))
+        model = next(n for n, key in self.desk.table.names.items() if key == service.facts.key and (not namespace or "/" in n))
         body = msgspec.json.encode({"model": model, "prompt": "Hello", "max_tokens": 1, "stream": False, "temperature": 0})
         exchange = ProbeExchange()
         trail = self._trail(PROBE_LIMIT_S)
@@ -313,15 +311,15 @@ class DataService:
         """The decision for a request body, made by the same code, without sending or counting anything."""
         parsed = parse_body(CHAT if b'"messages"' in body else COMPLETIONS, body)
         service = self.find(parsed.model)
-        revision = self.brain.choose_revision(service)
+        revision = self.desk.choose_revision(service)
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
         model_revision = self._model_revision(service, revision)
         prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
-        decision = self.brain.explain(Want(service.facts.key, Ask(prompt.tokens, parsed.answer_tokens), revision, prompt.keys))
+        decision = await self.desk.explain(Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys))
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)
-        return {**decision.as_json(), "tokenized": prompt.ids is not None}
+        return {**decision, "tokenized": prompt.ids is not None}
 
 
 class ProbeExchange:

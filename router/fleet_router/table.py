@@ -1,39 +1,33 @@
-"""The brain's table: services, their revisions and workers, and which name means which service.
+"""The table: services, their revisions and workers, and which name means which service. The brain makes it, every edge has a copy.
 
 Facts come from `registry` (records of workers, their health) and discovery; what is derived here is pure. One event loop owns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from fleet_contract import names
-from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker, WorkerRecord
-from fleet_router.decide.load import SlotLoad, Speed
-from fleet_router.decide.retry import Breaker
-from fleet_router.observed import PodFacts, ServiceFacts
+from fleet_contract.worker import WorkerRecord
+from fleet_router.observed import ServiceFacts
 
 ServiceKey = tuple[str, str]  # namespace, name
 DEFAULT_SERVICE = "default"  # of workers that name none (static mode)
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
-    """One incarnation of one rank. It lives until it is removed and has no request in flight."""
+class WorkerView:
+    """One incarnation of one rank, as an edge sees it. The brain's own form with load and breaker is `worker.Worker`."""
 
     slot: int
     host: str
     record: WorkerRecord
     service: ServiceKey
     pod: str
-    load: SlotLoad
     state: str = "starting"
-    drain_deadline: str | None = None
     removed: bool = False
-    inflight: int = 0
-    faults: int = 0
-    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def identity(self) -> tuple[str, int, str]:
@@ -45,19 +39,6 @@ class Worker:
         return self.pod or f"{self.host}:{self.record.ports.internal}"
 
     @property
-    def speed(self) -> Speed:
-        return self.load.speed
-
-    @property
-    def says_draining(self) -> bool:
-        """By its own load report."""
-        return self.load.report is not None and self.load.report.draining
-
-    def learn_step(self, seconds: float, tokens: int) -> None:
-        """An answer of so many tokens after its first took so long."""
-        self.load.learn_step(seconds, tokens)
-
-    @property
     def port(self) -> int:
         return self.record.ports.internal
 
@@ -66,28 +47,31 @@ class Worker:
         return self.state == "ready" and not self.removed
 
 
+W = TypeVar("W", bound=WorkerView)
+
+
 def service_of_record(record: WorkerRecord) -> ServiceKey:
     """The service a static worker belongs to."""
     return (record.namespace, record.service or DEFAULT_SERVICE)
 
 
 @dataclass(slots=True)
-class Service:
+class Service(Generic[W]):
     """One InferenceService, or one group of static workers."""
 
     facts: ServiceFacts
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[W] = field(default_factory=list)
 
     @property
     def label(self) -> str:
         """For errors: the name that always works."""
         return f"{self.facts.namespace}/{self.facts.name}" if self.facts.namespace else self.facts.name
 
-    def ready_units(self) -> dict[str, int]:
+    def ready_units(self, exclude: Collection[WorkerView] = ()) -> dict[str, int]:
         """Per revision: unified workers that are ready, plus pairs of a ready prefill and a ready decode of that revision."""
         counts: dict[str, dict[str, int]] = {}
         for w in self.workers:
-            if w.routable:
+            if w.routable and w not in exclude:
                 roles = counts.setdefault(w.record.revision, {})
                 roles[w.record.role] = roles.get(w.record.role, 0) + 1
         units = {
@@ -97,14 +81,14 @@ class Service:
         return {rev: n for rev, n in units.items() if n}
 
 
-class Table:
+class Table(Generic[W]):
     """Services by key and by name."""
 
     def __init__(self) -> None:
-        self.services: dict[ServiceKey, Service] = {}
+        self.services: dict[ServiceKey, Service[W]] = {}
         self.names: dict[str, ServiceKey] = {}
 
-    def rebuild(self, facts: Iterable[ServiceFacts], workers: Sequence[Worker]) -> None:
+    def rebuild(self, facts: Iterable[ServiceFacts], workers: Sequence[W]) -> None:
         """Takes the present services and workers; workers of services that are unknown are not routed to."""
         self.services = {f.key: Service(f) for f in facts}
         for w in workers:
@@ -113,7 +97,7 @@ class Table:
                 service.workers.append(w)
         self.names = name_table([s.facts for s in self.services.values()])
 
-    def resolve(self, model: str) -> Service | None:
+    def resolve(self, model: str) -> Service[W] | None:
         """The service that a request's `model` names."""
         key = self.names.get(model)
         return self.services.get(key) if key is not None else None
@@ -132,7 +116,7 @@ def name_table(services: Sequence[ServiceFacts]) -> dict[str, ServiceKey]:
     return out
 
 
-def static_services(workers: Sequence[Worker]) -> list[ServiceFacts]:
+def static_services(workers: Sequence[WorkerView]) -> list[ServiceFacts]:
     """The services that static workers make up; short name and long name come from the records."""
     found: dict[ServiceKey, ServiceFacts] = {}
     for w in workers:
@@ -140,46 +124,3 @@ def static_services(workers: Sequence[Worker]) -> list[ServiceFacts]:
             short = next((n for n in w.record.served_names if "/" not in n), "") or next(iter(w.record.served_names), "")
             found[w.service] = ServiceFacts(namespace=w.service[0], name=w.service[1], model_name=short, aliases=list(w.record.served_names))
     return [found[key] for key in sorted(found)]
-
-
-def fleet_report(service: Service | None, *, router_id: str, synced: bool, queued: dict[str, int], pods: Sequence[PodFacts] = ()) -> FleetReport:
-    """What the operator reads about one service.
-
-    A removed worker is listed until it has nothing in flight; a pod that has not told its record yet is listed too, so that the
-    operator sees its drain echoed.
-    """
-    if service is None:
-        return FleetReport(router_id=router_id, synced=synced)
-    weights = dict(service.facts.traffic)
-    revisions: dict[str, FleetRevision] = {
-        rev: FleetRevision(weight=weights.get(rev, 0), queued=queued.get(rev, 0)) for rev in sorted(weights.keys() | queued.keys()) if rev
-    }
-    for w in service.workers:
-        if w.removed and not w.inflight:
-            continue
-        revision = revisions.setdefault(w.record.revision, FleetRevision(queued=queued.get(w.record.revision, 0)))
-        revision.workers.append(
-            FleetWorker(
-                pod_uid=w.record.pod_uid,
-                pod=w.pod,
-                role=w.record.role,
-                rank=w.record.rank,
-                state="failed" if w.removed else w.state,
-                inflight=w.inflight,
-                drain_deadline=w.drain_deadline,
-            )
-        )
-    told = {w.record.pod_uid for w in service.workers if not w.removed}
-    for p in pods:
-        if p.uid not in told:
-            state = "failed" if p.terminal else "draining" if p.deleting or p.drain_deadline is not None else "starting"
-            entry = FleetWorker(pod_uid=p.uid, pod=p.name, role=p.role, state=state, drain_deadline=p.drain_deadline)
-            revisions.setdefault(p.revision, FleetRevision(queued=queued.get(p.revision, 0))).workers.append(entry)
-    if not weights:  # none published: what the router does by itself
-        units = service.ready_units()
-        total = sum(units.values())
-        for rev, n in units.items():
-            revisions[rev].weight = round(100 * n / total)
-    return FleetReport(
-        router_id=router_id, synced=synced, observed_generation=service.facts.generation, revisions=revisions,
-    )  # fmt: skip

@@ -51,6 +51,7 @@ async def test_router_and_runtime_make_the_same_ids(encoder: PromptEncoder, body
     assert prompt.ids is not None and prompt.tokens == len(prompt.ids)
 
 
+@pytest.mark.rule("R1")
 async def test_what_only_the_tools_change_changes_the_keys(encoder: PromptEncoder) -> None:
     other = json.loads(json.dumps(TOOL).replace("number", "string"))
     prompts = [
@@ -92,6 +93,7 @@ async def test_a_pair_gets_a_room_for_every_choice_that_is_computed(encoder: Pro
     assert prompt.choices == choices
 
 
+@pytest.mark.rule("R2")
 async def test_salts_and_revisions_share_no_key(encoder: PromptEncoder) -> None:
     async def keys(revision: str, **fields: str) -> set[int]:
         body = json.dumps({"model": "m", "prompt": "word " * 100, **fields}).encode()

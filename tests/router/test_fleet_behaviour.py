@@ -20,6 +20,7 @@ from fleet_testing.router_process import until
 LONG = "the same long prompt, again and again. " * 40
 
 
+@pytest.mark.rule("R9")
 async def test_the_same_long_prompt_goes_to_the_worker_that_has_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefills = [await make_worker("prefill") for _ in range(3)]
     fleet = await make_fleet(*prefills, await make_worker("decode"))
@@ -32,6 +33,7 @@ async def test_the_same_long_prompt_goes_to_the_worker_that_has_it(make_worker: 
     fleet.brain.index.check_integrity()
 
 
+@pytest.mark.rule("R42")
 async def test_paced_sessions_spread_and_stay_where_they_are(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker(), await make_worker()]
     fleet = await make_fleet(*workers)
@@ -47,6 +49,7 @@ async def test_paced_sessions_spread_and_stay_where_they_are(make_worker: MakeWo
             assert homes[leg.json["messages"][0]["content"][:11]] is worker
 
 
+@pytest.mark.rule("R12")
 async def test_many_equal_requests_of_one_moment_are_spread(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(4)]
     fleet = await make_fleet(*workers)
@@ -61,7 +64,7 @@ async def test_a_load_report_moves_new_requests_away(make_worker: MakeWorker, ma
     fleet = await make_fleet(*workers)
 
     def pend_seen() -> bool:
-        return any(w["pend"] == 50_000 for w in fleet.brain.workers())
+        return any(w["pend"] == 50_000 for w in fleet.told())
 
     async def report() -> None:
         while not pend_seen():
@@ -89,12 +92,12 @@ async def test_a_new_incarnation_starts_with_no_history(make_worker: MakeWorker,
     worker = await make_worker()
     fleet = await make_fleet(worker)
     await fleet.chat(LONG)
-    assert fleet.brain.workers()[0]["indexedTokens"] > 0
+    assert fleet.told()[0]["indexedTokens"] > 0
     worker.restart()
     incarnation = worker.record.incarnation
     fleet.edge.registry.poke(f"127.0.0.1:{worker.port}")
-    await until(lambda: [w["incarnation"] for w in fleet.brain.workers()] == [incarnation], "the new incarnation is known")
-    assert fleet.brain.workers()[0]["indexedTokens"] == 0
+    await until(lambda: [w["incarnation"] for w in fleet.told()] == [incarnation], "the new incarnation is known")
+    assert fleet.told()[0]["indexedTokens"] == 0
 
 
 async def test_a_load_report_of_another_incarnation_makes_the_router_read_again(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
@@ -103,7 +106,7 @@ async def test_a_load_report_of_another_incarnation_makes_the_router_read_again(
     worker.restart()
 
     def known() -> bool:
-        return bool(fleet.brain.workers()[0]["incarnation"] == worker.record.incarnation)
+        return bool(fleet.told()[0]["incarnation"] == worker.record.incarnation)
 
     async def report() -> None:
         while not known():
@@ -200,12 +203,13 @@ async def test_a_request_waits_a_moment_for_a_worker_to_become_ready(make_worker
     await until(lambda: fleet.ready() == 0, "the worker is not ready")
     task = asyncio.create_task(fleet.chat())
     await until(lambda: sum(fleet.brain.waiting.values()) == 1, "the request waits")
-    assert fleet.brain.fleet("demo", "tiny").revisions["aaaaaaaa"].queued == 1
+    assert fleet.report("demo", "tiny").revisions["aaaaaaaa"].queued == 1
     worker.ready = True
     assert (await task).status_code == 200
     assert fleet.brain.waiting == {}
 
 
+@pytest.mark.rule("R18")
 async def test_the_queue_is_bounded_in_count_and_a_client_that_leaves_it_is_forgotten(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker, queue_timeout=20.0, max_queue=3)
@@ -315,7 +319,7 @@ async def test_pods_and_services_become_routable_and_weights_are_followed(cluste
     for n in range(5):
         await fleet.chat(f"{n}")
     assert [len(w.legs) for w in workers] == [10, 15]
-    report = fleet.brain.fleet("demo", "tiny")
+    report = fleet.report("demo", "tiny")
     assert report.observed_generation == 4 and set(report.revisions) == {"aaaaaaaa", "bbbbbbbb"}
 
 
@@ -347,7 +351,7 @@ async def test_a_draining_pod_gets_nothing_new_finishes_what_runs_and_is_reporte
     busy = next(n for n, w in enumerate(workers) if w.legs)
     pods[busy] = msgspec.structs.replace(pods[busy], drain_deadline="2026-01-01T00:05:00Z")
     fleet.edge.take_observed(Observed([SERVICE], pods))
-    listed = {w.pod: w for w in fleet.brain.fleet("demo", "tiny").revisions["aaaaaaaa"].workers}[f"pod{busy}"]
+    listed = {w.pod: w for w in fleet.report("demo", "tiny").revisions["aaaaaaaa"].workers}[f"pod{busy}"]
     assert (listed.state, listed.inflight, listed.drain_deadline) == ("draining", 1, "2026-01-01T00:05:00Z")
     other = workers[1 - busy]
     other.default = Script()
@@ -355,15 +359,16 @@ async def test_a_draining_pod_gets_nothing_new_finishes_what_runs_and_is_reporte
         assert (await fleet.chat(f"{n}")).status_code == 200
     assert len(workers[busy].legs) == 1 and len(other.legs) == 6
     fleet.edge.take_observed(Observed([SERVICE], [p for n, p in enumerate(pods) if n != busy]))  # the pod is gone from the API
-    still = {w.pod: w.inflight for w in fleet.brain.fleet("demo", "tiny").revisions["aaaaaaaa"].workers}
+    still = {w.pod: w.inflight for w in fleet.report("demo", "tiny").revisions["aaaaaaaa"].workers}
     assert still[f"pod{busy}"] == 1
     go.set()
     assert (await task).content == DEFAULT_STREAM
     await fleet.idle()
-    assert [w.pod for w in fleet.brain.fleet("demo", "tiny").revisions["aaaaaaaa"].workers] == [f"pod{1 - busy}"]
+    assert [w.pod for w in fleet.report("demo", "tiny").revisions["aaaaaaaa"].workers] == [f"pod{1 - busy}"]
 
 
 @pytest.mark.parametrize("change", [{"ready": False}, {"deleting": True}, {"terminal": True}])
+@pytest.mark.rule("R17")
 async def test_a_pod_that_is_no_longer_ready_is_left_at_once(change: dict[str, bool], cluster: Any, make_worker: MakeWorker) -> None:
     workers = [await make_worker(), await make_worker()]
     fleet = await cluster(workers, poll_interval=30.0)
@@ -377,6 +382,7 @@ async def test_a_pod_that_is_no_longer_ready_is_left_at_once(change: dict[str, b
     assert [len(w.legs) for w in workers] == [0, 6]
 
 
+@pytest.mark.rule("R17")
 async def test_a_pod_whose_address_answers_as_another_pod_is_not_used(cluster: Any, make_worker: MakeWorker) -> None:
     worker = await make_worker()
     fleet = await cluster([worker], queue_timeout=0.1)
@@ -385,7 +391,7 @@ async def test_a_pod_whose_address_answers_as_another_pod_is_not_used(cluster: A
     fleet.edge.take_observed(Observed([SERVICE], pods))
     await until(lambda: fleet.brain.synced, "it was asked")
     assert (await fleet.chat()).json()["error"]["code"] == "no_ready_worker"
-    assert [w.state for w in fleet.brain.fleet("demo", "tiny").revisions["aaaaaaaa"].workers] == ["starting"]
+    assert [w.state for w in fleet.report("demo", "tiny").revisions["aaaaaaaa"].workers] == ["starting"]
 
 
 async def test_the_router_stays_synced_when_a_new_pod_does_not_answer_yet(cluster: Any, make_worker: MakeWorker) -> None:
@@ -398,16 +404,17 @@ async def test_the_router_stays_synced_when_a_new_pod_does_not_answer_yet(cluste
     assert fleet.brain.synced
 
 
+@pytest.mark.rule("R39")
 async def test_a_decision_is_explained_and_nothing_changes_by_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefills = [await make_worker("prefill"), await make_worker("prefill")]
     fleet = await make_fleet(*prefills, await make_worker("decode"))
     await fleet.chat(LONG)
     holder = next(p for p in prefills if p.legs)
-    before = (fleet.brain.workers(), list(fleet.brain.decisions))
+    before = (fleet.told(), list(fleet.brain.decisions))
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": LONG}]}).encode()
     for _ in range(20):
         decision = await fleet.edge.service.explain(body)
-    assert (fleet.brain.workers(), list(fleet.brain.decisions)) == before
+    assert (fleet.told(), list(fleet.brain.decisions)) == before
     chosen = {w["role"]: w for w in decision["workers"] if w["chosen"]}
     assert chosen["prefill"]["worker"] == f"127.0.0.1:{holder.port}" and chosen["prefill"]["hitTokens"] > 1000
     assert set(chosen) == {"prefill", "decode"} and decision["tokenized"]

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pytest
 
+from fleet_router import reports
 from fleet_router.decide.retry import BUDGET_FLOOR
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
@@ -17,7 +19,7 @@ PROMPT = "many words without a common beginning " * 60  # over 2,000 tokens
 
 
 def waiting(fleet: Fleet) -> float:
-    return sum(v for n, _, v in fleet.brain.snapshot(0).gauges if n == "waiting")
+    return sum(v for n, _, v in reports.snapshot(fleet.brain, 0).gauges if n == "waiting")
 
 
 async def hold(worker: FakeWorker, fleet: Fleet) -> tuple[asyncio.Event, asyncio.Task[httpx.Response]]:
@@ -30,6 +32,7 @@ async def hold(worker: FakeWorker, fleet: Fleet) -> tuple[asyncio.Event, asyncio
     return gate, task
 
 
+@pytest.mark.rule("R35")
 async def test_a_request_waits_in_the_router_and_goes_when_the_worker_is_free(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)
@@ -37,7 +40,7 @@ async def test_a_request_waits_in_the_router_and_goes_when_the_worker_is_free(ma
     second = asyncio.create_task(fleet.chat(f"1 {PROMPT}"))
     await until(lambda: waiting(fleet) == 1, "it waits in the router")
     assert len(worker.legs) == 1
-    report = fleet.brain.fleet("demo", "tiny")
+    report = fleet.report("demo", "tiny")
     assert sum(r.queued for r in report.revisions.values()) == 1
     gate.set()
     assert (await first).status_code == 200 and (await second).status_code == 200
@@ -61,6 +64,7 @@ async def test_of_two_that_wait_the_one_whose_prompt_is_cached_goes_first(make_w
     assert last == [True, False]
 
 
+@pytest.mark.rule("R18")
 async def test_what_waits_too_long_is_told_when_to_come_again(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker, busy_timeout=0.3)
@@ -140,6 +144,7 @@ async def test_a_short_prompt_goes_to_a_worker_that_decodes_many_without_waiting
     await asyncio.gather(*running, return_exceptions=True)
 
 
+@pytest.mark.rule("R25")
 async def test_r25_a_worker_that_fails_again_and_again_gets_nothing_for_a_while(
     make_worker: Callable[..., Awaitable[FakeWorker]], make_fleet: MakeFleet
 ) -> None:
@@ -149,13 +154,14 @@ async def test_r25_a_worker_that_fails_again_and_again_gets_nothing_for_a_while(
     for n in range(60):
         await fleet.chat(f"{n} {PROMPT}")
     assert fleet.counter("breakers_opened_total") >= 1
-    state = {w["address"]: w["breaker"] for w in fleet.brain.workers()}
+    state = {w["address"]: w["breaker"] for w in fleet.told()}
     assert state[f"127.0.0.1:{good.port}"] == "closed"
     seen = len(bad.legs)
     assert seen <= 8, "it got requests although it fails"
     await fleet.idle()
 
 
+@pytest.mark.rule("R25")
 async def test_r25_wrong_requests_and_busy_answers_open_no_breaker(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)
@@ -163,7 +169,7 @@ async def test_r25_wrong_requests_and_busy_answers_open_no_breaker(make_worker: 
         worker.default = Script(status=status, body=error_body(code))
         await fleet.chat("hello")
     assert fleet.counter("breakers_opened_total") == 0
-    assert [w["breaker"] for w in fleet.brain.workers()] == ["closed"]
+    assert [w["breaker"] for w in fleet.told()] == ["closed"]
 
 
 async def test_a_worker_alone_is_used_however_often_it_failed(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
@@ -176,6 +182,7 @@ async def test_a_worker_alone_is_used_however_often_it_failed(make_worker: MakeW
     assert (await fleet.chat("hello")).status_code == 200
 
 
+@pytest.mark.rule("R24")
 async def test_r24_when_all_workers_fail_retries_stay_within_their_budget(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(3)]
     fleet = await make_fleet(*workers)

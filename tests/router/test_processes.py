@@ -150,6 +150,7 @@ async def test_without_an_edge_the_control_port_says_so(make_worker: MakeWorker,
     await until_async(router.is_ready, "ready again")
 
 
+@pytest.mark.rule("R38")
 async def test_sigterm_finishes_streams_refuses_new_clients_and_exits_0(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     worker = await make_worker()
     router = await make_router("--static", worker.url)
@@ -178,6 +179,7 @@ async def test_sigterm_finishes_streams_refuses_new_clients_and_exits_0(make_wor
     assert router.process.returncode == 0
 
 
+@pytest.mark.rule("R38")
 async def test_the_drain_has_a_limit_and_the_workers_hear_of_what_was_cut(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     worker = await make_worker()
     router = await make_router("--static", worker.url, "--drain-timeout", "0.5")
@@ -236,6 +238,7 @@ async def test_a_killed_supervisor_leaves_no_child_behind(make_worker: MakeWorke
     assert len(gone) == 2 and not alive
 
 
+@pytest.mark.rule("R40")
 async def test_workers_may_come_after_the_router(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     first = await make_worker()
     port = first.port

@@ -11,12 +11,16 @@ from fleet_contract.worker import Profile, WorkerRecord
 from fleet_router.decide.load import LoadTable, Speed
 from fleet_router.observed import PodFacts, ServiceFacts
 from fleet_router.registry import Endpoint, worker_state
-from fleet_router.table import Service, Table, Worker, fleet_report, name_table, static_services
+from fleet_router.reports import fleet_report
+from fleet_router.table import Service, Table, name_table, static_services
+from fleet_router.worker import Worker
 
 
 def worker(slot: int, *, role: str = "unified", revision: str = "aa", state: str = "ready", service: str = "chat", **more: Any) -> Worker:
     record = WorkerRecord(pod_uid=f"u{slot}", namespace="demo", service=service, role=role, revision=revision, served_names=[service])
-    return Worker(slot, "127.0.0.1", record, ("demo", service), f"pod{slot}", LoadTable().add(slot, Speed.of(Profile(), 1000)), state=state, **more)
+    return Worker(
+        slot, "127.0.0.1", record, ("demo", service), f"pod{slot}", load=LoadTable().add(slot, Speed.of(Profile(), 1000)), state=state, **more
+    )
 
 
 def facts(namespace: str, name: str, created: str, model: str = "m") -> ServiceFacts:

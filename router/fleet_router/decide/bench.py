@@ -14,7 +14,7 @@ from typing import Final
 
 from fleet_contract.worker import LoadReport, Profile, Seen
 from fleet_router.decide.fleet import Fleet
-from fleet_router.decide.index import BLOCK_TOKENS
+from fleet_router.decide.keys import BLOCK_TOKENS
 from fleet_router.decide.load import Speed
 from fleet_router.decide.queue import QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool

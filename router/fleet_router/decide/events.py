@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.prefix import chain_hashes
-from fleet_router.decide.index import STRIDE, PrefixIndex, StoreResult
+from fleet_router.decide.index import PrefixIndex, StoreResult
+from fleet_router.decide.keys import STRIDE
 
 MAX_WAITING: Final = 1_000  # events per worker whose parent is unknown
 WAITING_LIFE_S: Final = 30.0

@@ -23,9 +23,8 @@ import numpy.typing as npt
 
 from fleet_contract.names import PAGE_SIZE
 from fleet_router.decide.history import History
+from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
 
-STRIDE: Final = 4  # pages per block
-BLOCK_TOKENS: Final = STRIDE * PAGE_SIZE
 GPU, HOST, DISK = TIERS = (0, 1, 2)
 ENTRIES_OVER_BLOCKS: Final = 1.2  # a worker that tells of more than this times its own blocks tells nonsense
 SETTLE_S: Final = 1.0  # an expectation outlives the first token so long: events travel up to 100 ms

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from fleet_router.decide.fleet import Decision, Fleet, Taken
-from fleet_router.decide.index import GPU, STRIDE
+from fleet_router.decide.index import GPU
+from fleet_router.decide.keys import STRIDE
 from fleet_router.decide.load import Speed
 from fleet_router.decide.queue import QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool

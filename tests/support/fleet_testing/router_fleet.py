@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from fleet_contract.worker import FleetReport
+from fleet_router import reports
 from fleet_router.edge import Edge
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_process import until
@@ -31,8 +33,16 @@ class Fleet:
     def brain(self) -> Any:
         return self.edge.brain
 
+    def told(self) -> list[dict[str, Any]]:
+        """What /workers says."""
+        return reports.workers(self.brain)
+
+    def report(self, namespace: str, name: str) -> FleetReport:
+        """What the operator is told."""
+        return reports.fleet(self.brain, namespace, name)
+
     def inflight(self) -> int:
-        return sum(w["inflight"] for w in self.brain.workers())
+        return sum(w["inflight"] for w in self.told())
 
     async def idle(self, limit_s: float = 10.0) -> None:
         """Nothing is in flight, and every table adds up."""
@@ -40,10 +50,10 @@ class Fleet:
         self.brain.index.check_integrity()
 
     def ready(self) -> int:
-        return sum(w["state"] == "ready" for w in self.brain.workers())
+        return sum(w["state"] == "ready" for w in self.told())
 
     def counter(self, name: str) -> float:
-        return sum(v for n, _, v in self.brain.snapshot(0).counters if n == name)
+        return sum(v for n, _, v in reports.snapshot(self.brain, 0).counters if n == name)
 
     async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
         return await self.http.post(
