@@ -48,7 +48,7 @@ _PRE: Final[dict[str, Callable[[], Any]]] = {
 
 
 def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
-    pairs = [tuple(m.split(" ", 1)) for m in merges]
+    pairs: Any = [tuple(m.split(" ", 1)) for m in merges]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
