@@ -6,7 +6,7 @@ Most steps are one token more for the rows of the step before: their arrays are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -38,8 +38,10 @@ def row_of(request: Request, count: int) -> StepRow:
 class Batches:
     """Makes the arrays of one step after the other. Arrays that two steps share are never written to again."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, *, check: bool = False) -> None:
+        """Args: check: compares each step's arrays with those made from nothing (--debug-checks)."""
         self._rows = rows
+        self._check = check
         self._requests: list[Request] = []  # of the last step, if it was decode alone
         self._moves: list[int] = []  # of their leases, then
         self._last: StepInput | None = None
@@ -53,6 +55,7 @@ class Batches:
         moves = [lease.moves for r in requests if (lease := r.lease) is not None]
         if self._last is not None and requests == self._requests and moves == self._moves:
             out = self._one_more(step, self._last)
+            assert not self._check or _equal(out, build_step(step, self._rows)), "the arrays of the last step do not go on in this one"
         else:
             out = build_step(step, self._rows)
         self._requests, self._moves, self._last = requests, moves, out
@@ -80,6 +83,10 @@ class Batches:
             sample=last.sample,
             slots=last.slots,
         )
+
+
+def _equal(one: StepInput, other: StepInput) -> bool:
+    return all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(StepInput))
 
 
 def _token_ids(step: Sequence[StepRow], rows: Rows) -> list[int]:

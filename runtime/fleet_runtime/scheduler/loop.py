@@ -124,7 +124,7 @@ class Scheduler:
         self._self_check = SelfCheck(self.book, clock)
         self._depth = 2 if flags.overlap else 1
         self._mask_words = -(-executor.vocab_size // 32)
-        self._batches = Batches(self.book.rows)
+        self._batches = Batches(self.book.rows, check=flags.debug_checks)
         self._launched: deque[Step] = deque()
         self._same: tuple[list[Request] | None, Sampling] = ([], greedy(0))  # who drew last, where that says how
         self._next_expiry = 0.0

@@ -17,7 +17,7 @@ from fleet_runtime.server.parsing.tools import tool_request
 from fleet_runtime.server.requests import read_inputs
 from fleet_testing.fuzz import SEEDS, places
 
-VALUES: list[Any] = [None, True, 0, -1, 1.5, "", "a", [], ["a"], [[]], [{}], {}, {"a": 1}, {"type": "a"}]
+VALUES: list[Any] = [None, True, 0, 0.0, -1, 1.5, "", "a", [], ["a"], [[]], [{}], {}, {"a": 1}, {"type": "a"}]
 
 
 def _chat(body: dict[str, Any]) -> None:
