@@ -1,7 +1,8 @@
 """HTTP/1.1 towards clients: one protocol object per connection, raw on the event loop, with every limit of the data port.
 
-httptools parses (and refuses ambiguous lengths); requests of one connection are answered in order, one at a time. The handler gets a
-`Request` and an `Exchange` to answer on. Limits: head and body size, time for head and body, time a client may leave an answer unread.
+httptools parses (and refuses ambiguous lengths); a head of the very bytes that it has read and passed before is not parsed again.
+Requests of one connection are answered in order, one at a time. The handler gets a `Request` and an `Exchange` to answer on. Limits:
+head and body size, time for head and body, time a client may leave an answer unread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ HIGH_WATER: Final = 256 << 10
 LOW_WATER: Final = 64 << 10
 MAX_PIPELINED: Final = 16
 REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; more are closed unheard
+MAX_HEADS: Final = 512  # heads that are known
+MAX_KNOWN_HEAD: Final = 2 << 10  # bytes of each
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 _REASONS: Final = {
@@ -48,22 +51,51 @@ class Limits:
     max_connections: int  # no flag: from the process's limit of open files
 
 
-@dataclass(slots=True)
-class Request:
-    """One whole request."""
+@dataclass(slots=True, eq=False)
+class Head:
+    """What a request's head says. Several requests may share one, so nobody changes it."""
 
     method: str
     path: str
     headers: list[tuple[bytes, bytes]]  # names in lower case
     version: str
     keep_alive: bool
+    length: int = 0  # of the body, by Content-Length
+    vetted: bool = False  # the handler's: it has looked at these headers and found nothing wrong
+
+    def header(self, name: bytes) -> bytes | None:
+        """First value of a header; the name in lower case."""
+        for n, v in self.headers:
+            if n == name:
+                return v
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One whole request."""
+
+    head: Head
+    keep_alive: bool
     request_id: str
     body: bytes = b""
     refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
 
+    @property
+    def method(self) -> str:
+        return self.head.method
+
+    @property
+    def path(self) -> str:
+        return self.head.path
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return self.head.headers
+
     def header(self, name: bytes) -> bytes | None:
         """First value of a header; the name in lower case."""
-        return next((v for n, v in self.headers if n == name), None)
+        return self.head.header(name)
 
 
 Handler = Callable[[Request, "Exchange"], Coroutine[Any, Any, None]]
@@ -81,6 +113,14 @@ class ServerState:
     more_head: Callable[[Request], bytes] = lambda request: b""  # header lines of every answer
     connections: set[DataProtocol] = field(default_factory=set)
     draining: bool = False
+    heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
+
+    def know(self, raw: bytes, head: Head) -> None:
+        """Keeps a head that was parsed and passed. Not one whose lines the parser may have ended elsewhere than at CR LF."""
+        if len(raw) <= MAX_KNOWN_HEAD and raw[:1].isalpha() and raw.count(b"\r\n") == raw.count(b"\n") == len(head.headers) + 2:
+            if len(self.heads) >= MAX_HEADS:
+                self.heads.clear()
+            self.heads[raw] = head
 
 
 class Exchange:
@@ -133,7 +173,7 @@ class Exchange:
         assert not self.started
         self.started = True
         self.status = 200
-        self._chunked = self.request.version != "1.0"
+        self._chunked = self.request.head.version != "1.0"
         if not self._chunked:
             self.request.keep_alive = False
         framing = b"Transfer-Encoding: chunked\r\n" if self._chunked else b""
@@ -164,19 +204,26 @@ class Exchange:
         self._protocol.answer_done(self)
 
     def _head(self, status: int, content_type: bytes, extra: tuple[tuple[bytes, bytes], ...], framing: bytes) -> bytes:
-        keep = self.request.keep_alive and not self._protocol.state.draining
-        self.request.keep_alive = keep
-        out = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: %b\r\n%b" % (
-            status, _REASONS.get(status, b"Status"), content_type, self.request.request_id.encode(), framing,
-        )  # fmt: skip
-        out += self._protocol.state.more_head(self.request) + self.head_lines
-        for name, value in extra:
-            out += name + b": " + value + b"\r\n"
-        if not keep:
-            out += b"Connection: close\r\n"
-        elif self.request.version == "1.0":
-            out += b"Connection: keep-alive\r\n"
-        return out + b"\r\n"
+        request = self.request
+        keep = request.keep_alive = request.keep_alive and not self._protocol.state.draining
+        begin = _begins.get((status, content_type))
+        if begin is None:
+            begin = _begin_of(status, content_type)
+        end = b"\r\n" if keep and request.head.version == "1.1" else b"Connection: keep-alive\r\n\r\n" if keep else b"Connection: close\r\n\r\n"
+        if extra:
+            end = b"".join([b"%b: %b\r\n" % pair for pair in extra]) + end
+        more = self._protocol.state.more_head(request)
+        return b"%b%b\r\n%b%b%b%b" % (begin, request.request_id.encode(), framing, more, self.head_lines, end)
+
+
+_begins: Final[dict[tuple[int, bytes], bytes]] = {}  # heads of answers up to the request id
+
+
+def _begin_of(status: int, content_type: bytes) -> bytes:
+    begin = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: " % (status, _REASONS.get(status, b"Status"), content_type)
+    if len(_begins) < MAX_HEADS:  # the type is the worker's own word
+        _begins[status, content_type] = begin
+    return begin
 
 
 class DataProtocol(asyncio.Protocol):
@@ -192,6 +239,10 @@ class DataProtocol(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
+        self._fires_at = 0.0  # loop time of `_timer`
+        self._due = 0.0  # loop time at which `_then` is called
+        self._then: Callable[[], None] | None = None
+        self._raw_head = b""  # of the message that is parsed now, when it came whole
         self._write_timer: asyncio.TimerHandle | None = None
         self._written = 0
         self._flushed = 0
@@ -225,6 +276,16 @@ class DataProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closed_for_reading:
             return
+        if not self._in_message and self.exchange is None and not self._waiting:
+            raw = data[: data.find(b"\r\n\r\n") + 4]
+            head = self.state.heads.get(raw)
+            if head is not None and len(data) == len(raw) + head.length and not self._is_too_many:
+                self._then = None
+                self._start(Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")), data[len(raw) :]))
+                return
+            self._raw_head = raw
+        else:
+            self._raw_head = b""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as e:
@@ -251,6 +312,7 @@ class DataProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         self._disarm()
+        self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
         self._waiting.clear()
@@ -278,7 +340,7 @@ class DataProtocol(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._begin()
         self._in_message = True
-        if self._timer is None or self.exchange is None:
+        if self._then is None or self.exchange is None:
             self._arm(self.state.limits.head_timeout_s, self._head_late)
 
     def on_url(self, url: bytes) -> None:
@@ -298,11 +360,9 @@ class DataProtocol(asyncio.Protocol):
             return
         self._head_done = True
         version = self._parser.get_http_version()
-        request = Request(
-            self._parser.get_method().decode(), self._url.partition(b"?")[0].decode("latin-1"), self._headers, version,
-            bool(self._parser.should_keep_alive()), self.state.make_request_id(next((v for n, v in self._headers if n == b"x-request-id"), None)),
-        )  # fmt: skip
-        self._request = request
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        head = Head(self._parser.get_method().decode(), path, self._headers, version, bool(self._parser.should_keep_alive()))
+        self._request = Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")))
         limit = self.state.limits.max_body_bytes
         if self._is_too_many:
             raise self._too_many()
@@ -311,15 +371,21 @@ class DataProtocol(asyncio.Protocol):
         hosts = sum(1 for n, _ in self._headers if n == b"host")
         if hosts > 1 or (not hosts and version == "1.1"):
             raise ApiError(400, f"a request has one Host header; this one has {hosts}", code="invalid_http")
-        if (coding := request.header(b"transfer-encoding")) is not None and coding.strip().lower() != b"chunked":
+        if (coding := head.header(b"transfer-encoding")) is not None and coding.strip().lower() != b"chunked":
             raise ApiError(400, f"Transfer-Encoding is {coding[:40].decode('latin-1')!r}; chunked is allowed", code="invalid_http")
-        if (length := request.header(b"content-length")) is not None and int(length) > limit:
-            raise self._too_large(int(length))
-        if (expect := request.header(b"expect")) is not None and version == "1.1":
+        if (length := head.header(b"content-length")) is not None:
+            head.length = int(length)
+            if head.length > limit:
+                raise self._too_large(head.length)
+        expect = head.header(b"expect")
+        if expect is not None and version == "1.1":
             if expect.lower() != b"100-continue":
                 raise ApiError(417, "Expect allows 100-continue only", code="invalid_http")
             if self.exchange is None and not self._waiting and self.transport is not None:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if coding is None and expect is None and self._raw_head and not self._parser.should_upgrade():
+            self.state.know(self._raw_head, head)
+        self._raw_head = b""
         self._arm(self.state.limits.body_timeout_s, self._body_late)
 
     def on_body(self, data: bytes) -> None:
@@ -362,8 +428,10 @@ class DataProtocol(asyncio.Protocol):
             return
         if not exchange.request.keep_alive:
             self._close()
-        else:
+        elif self._waiting or self._in_message or self._closed_for_reading or self.state.draining:
             self.loop.call_soon(self._next)
+        else:
+            self._arm(self.state.limits.idle_timeout_s, self._idle_late)
 
     def begin_drain(self) -> None:
         """No further request on this connection; an idle one ends now."""
@@ -410,6 +478,9 @@ class DataProtocol(asyncio.Protocol):
         if len(self._waiting) < MAX_PIPELINED:
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
+        self._start(request)
+
+    def _start(self, request: Request) -> None:
         exchange = self.exchange = Exchange(self, request)
         if request.refused is not None:
             exchange.fail(request.refused)
@@ -445,7 +516,7 @@ class DataProtocol(asyncio.Protocol):
         self._disarm()
         request = self._request
         if request is None or (self._waiting and self._waiting[-1] is request):
-            request = Request("GET", "", [], "1.1", False, self.state.make_request_id(None))
+            request = Request(Head("GET", "", [], "1.1", False), False, self.state.make_request_id(None))
         request.refused, request.keep_alive = error, False
         self._waiting.append(request)
         self._next()
@@ -470,27 +541,45 @@ class DataProtocol(asyncio.Protocol):
             raise ApiError(431, f"the request's head is longer than {limit} bytes", code="head_too_large")
 
     def _arm(self, seconds: float, then: Callable[[], None]) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(seconds, then)
+        """One limit at a time. The timer is not moved with every request: it looks when it fires what is due."""
+        due = self._due = self.loop.time() + seconds
+        self._then = then
+        if self._timer is None or due < self._fires_at:
+            self._cancel_timer()
+            self._fires_at = due
+            self._timer = self.loop.call_later(seconds, self._on_timer)
 
     def _disarm(self) -> None:
+        self._then = None
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        then, left = self._then, self._due - self.loop.time()
+        if then is None:
+            return
+        if left > 0.001:
+            self._fires_at = self._due
+            self._timer = self.loop.call_later(left, self._on_timer)
+            return
+        self._then = None
+        then()
 
     def _idle_late(self) -> None:
         self.state.on_limit("idle_timeout")
         self._close()
 
     def _head_late(self) -> None:
-        self._timer = None
         if self._in_message or self._head_bytes:
             self._late("head", self.state.limits.head_timeout_s, "--head-timeout")
         else:
             self._idle_late()
 
     def _body_late(self) -> None:
-        self._timer = None
         self._late("body", self.state.limits.body_timeout_s, "--body-timeout")
 
     def _late(self, part: str, seconds: float, flag: str) -> None:
@@ -517,6 +606,7 @@ class DataProtocol(asyncio.Protocol):
     def _close(self) -> None:
         """Ends the connection after what is written; never waits longer than the limits."""
         self._disarm()
+        self._cancel_timer()
         transport = self.transport
         if transport is None or transport.is_closing():
             return

@@ -25,7 +25,7 @@ from fleet_router.decide.retry import RetryBudget
 from fleet_router.desk import Desk
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
-from fleet_router.http_server import Exchange, Request
+from fleet_router.http_server import Exchange, Head, Request
 from fleet_router.lease import Lease, Want
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.settings import Settings
@@ -80,13 +80,11 @@ class DataService:
             log.debug("request done", extra={"request_id": request.request_id, "seconds": time.perf_counter() - started})
 
     async def _route(self, request: Request, exchange: Exchange) -> None:
-        for name, _ in request.headers:
-            if name.startswith(_reserved):
-                text = name.decode("latin-1")
-                raise ApiError(
-                    400, f"header {text[:60]} is reserved between router and workers; leave it out", code="reserved_header", param=text[:60]
-                )
-        path, method = request.path, request.method
+        head = request.head
+        if not head.vetted:
+            _vet(head)
+            head.vetted = True
+        path, method = head.path, head.method
         if path in _POSTS:
             if method != "POST":
                 raise self._wrong_method(method, path, "POST")
@@ -136,17 +134,6 @@ class DataService:
     async def _generate(self, request: Request, exchange: Exchange) -> None:
         if self.desk.draining:
             request.keep_alive = False
-        content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if content_type == names.CONTENT_TYPE_IDS.encode():
-            raise ApiError(
-                400,
-                f"Content-Type {names.CONTENT_TYPE_IDS} is reserved between router and workers; send application/json",
-                code="reserved_content_type",
-            )
-        if (coding := request.header(b"content-encoding")) is not None and coding.strip().lower() != b"identity":
-            raise ApiError(
-                415, f"Content-Encoding {coding[:40].decode('latin-1')!r} is not accepted; send the body as it is", code="unsupported_encoding"
-            )
         parsed = parse_body(request.path, request.body, model_required=request.path != TOKENIZE)
         request.body = b""
         await self.serve(parsed, exchange, self._trail())
@@ -196,7 +183,7 @@ class DataService:
                 model_revision = self._model_revision(service, revision)
                 prompt = prompts.get(model_revision)
                 if prompt is None:
-                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
+                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
                     prompts[model_revision] = prompt
                 want = Want(
                     service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
@@ -315,18 +302,35 @@ class DataService:
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
         model_revision = self._model_revision(service, revision)
-        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
+        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
         decision = await self.desk.explain(Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys))
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)
         return {**decision, "tokenized": prompt.ids is not None}
 
 
+def _vet(head: Head) -> None:
+    """What a client may not send, by its headers alone. Raises ApiError."""
+    for name, _ in head.headers:
+        if name.startswith(_reserved):
+            text = name.decode("latin-1")
+            raise ApiError(400, f"header {text[:60]} is reserved between router and workers; leave it out", code="reserved_header", param=text[:60])
+    if head.path not in _POSTS or head.method != "POST":
+        return
+    content_type = (head.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if content_type == names.CONTENT_TYPE_IDS.encode():
+        text = f"Content-Type {names.CONTENT_TYPE_IDS} is reserved between router and workers; send application/json"
+        raise ApiError(400, text, code="reserved_content_type")
+    if (coding := head.header(b"content-encoding")) is not None and coding.strip().lower() != b"identity":
+        text = f"Content-Encoding {coding[:40].decode('latin-1')!r} is not accepted; send the body as it is"
+        raise ApiError(415, text, code="unsupported_encoding")
+
+
 class ProbeExchange:
     """Where a probe's answer goes: looks like an Exchange whose client never leaves."""
 
     def __init__(self) -> None:
-        self.request = Request("POST", COMPLETIONS, [], "1.1", True, f"probe-{time.monotonic_ns():x}")
+        self.request = Request(Head("POST", COMPLETIONS, [], "1.1", True), True, f"probe-{time.monotonic_ns():x}")
         self.started = self.ended = self.gone = self.paused = False
         self.status = 0
         self.error = ""
