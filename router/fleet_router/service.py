@@ -25,7 +25,8 @@ from fleet_router.decide.retry import RetryBudget
 from fleet_router.desk import Desk
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
-from fleet_router.http_server import Exchange, Head, Request
+from fleet_router.http_head import Head
+from fleet_router.http_server import Exchange, Request
 from fleet_router.lease import Lease, Want
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.settings import Settings
