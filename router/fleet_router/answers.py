@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from fleet_router import overview, reports
 from fleet_router.brain import Brain
-from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.messages import Ask
 from fleet_router.metrics import Snapshot
 
@@ -55,21 +53,3 @@ class Answers:
             case "decisions":
                 return msgspec.json.encode({"decisions": [d.as_json() for d in reversed(brain.decisions)]})
         raise ValueError(f"unknown question {ask.what!r}")
-
-
-class LocalEdge:
-    """The one edge of a brain in the same process, as `Edges`."""
-
-    def __init__(self, brain: Brain, answers: EdgeAnswers, connections: Callable[[], int]) -> None:
-        self._brain = brain
-        self._answers = answers
-        self._connections = connections
-
-    def readiness(self) -> dict[str, Any]:
-        return self._answers.readiness()
-
-    def snapshot(self) -> Snapshot:
-        return reports.snapshot(self._brain, self._connections())
-
-    async def ask(self, ask: Ask) -> bytes:
-        return await self._answers.answer(ask)

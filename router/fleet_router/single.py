@@ -5,20 +5,43 @@ from __future__ import annotations
 import gc
 import logging
 import socket
+from collections.abc import Callable
+from typing import Any
 
-from fleet_router.answers import Answers, LocalEdge
+from fleet_router import reports
+from fleet_router.answers import Answers
+from fleet_router.brain import Brain
 from fleet_router.brain_host import BrainHost
 from fleet_router.edge import Edge
+from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.http_client import Pool
 from fleet_router.link import Channel, LinkServer
-from fleet_router.messages import Message, News
-from fleet_router.metrics import Counters
+from fleet_router.messages import Ask, Message, News
+from fleet_router.metrics import Counters, Snapshot
 from fleet_router.observed import Observed
 from fleet_router.process import Handover, on_stop, raise_file_limit
 from fleet_router.registry import Endpoint
 from fleet_router.settings import Settings
 
 log = logging.getLogger(__name__)
+
+
+class LocalEdge:
+    """The one edge of a brain in the same process, as `Edges`."""
+
+    def __init__(self, brain: Brain, answers: EdgeAnswers, connections: Callable[[], int]) -> None:
+        self._brain = brain
+        self._answers = answers
+        self._connections = connections
+
+    def readiness(self) -> dict[str, Any]:
+        return self._answers.readiness()
+
+    def snapshot(self) -> Snapshot:
+        return reports.snapshot(self._brain, self._connections())
+
+    async def ask(self, ask: Ask) -> bytes:
+        return await self._answers.answer(ask)
 
 
 class Single(Edge):
