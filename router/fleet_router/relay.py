@@ -361,7 +361,7 @@ class Attempt:
         prefill = self._lease.prefill
         return RoutedHeaders(
             rid=self.rid,
-            pick=(self._lease.desk.pick_id, leg.pick_number),
+            pick=(self._lease.pick_id, leg.pick_number),
             deadline_ms=max(1, int(self._timing.first_token_s * 1000)),
             leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
             rooms=rooms,

@@ -71,7 +71,7 @@ class DataService:
         self.encoders = encoders
         self.pool = pool
         self.aborter = Aborter(pool, desk.counters)
-        self.retries = RetryBudget()
+        self.retries = RetryBudget(settings.workers)
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
         """One request, from its last byte to the end of its answer."""
@@ -138,8 +138,10 @@ class DataService:
 
     def readiness(self) -> dict[str, Any]:
         """Body of /readyz."""
-        state = "draining" if self.desk.draining else "ready" if self.desk.synced else "syncing"
-        return {"status": state, "synced": self.desk.synced, "draining": self.desk.draining}
+        desk = self.desk
+        state = "draining" if desk.draining else "syncing" if not desk.synced else "degraded" if desk.degraded else "ready"
+        body: dict[str, Any] = {"status": state, "synced": desk.synced, "draining": desk.draining}
+        return body | {"detail": desk.degraded} if desk.degraded else body
 
     # -- what workers answer
 

@@ -14,8 +14,10 @@ from msgspec import Struct
 
 from fleet_contract import names
 from fleet_contract.access import check_tls_files, parse_keys, parse_origins
+from fleet_contract.cpus import find_threads
 
 MAX_QUEUE_TIMEOUT_S = 30.0
+MAX_WORKERS = 64
 # A pod's defaults: kube-proxy and load balancers learn late that it ends, and streams may be long (the chart's grace is 300 s).
 POD_DRAIN_DELAY_S = 3.0
 POD_DRAIN_TIMEOUT_S = 280.0
@@ -55,6 +57,7 @@ class Settings(Struct, frozen=True):
     tls_cert_file: str = ""
     tls_key_file: str = ""
     cors_origins: str = ""
+    workers: int = 1
     announce: str = ""
     log_level: str = "info"
 
@@ -89,6 +92,14 @@ def _count(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _workers(text: str) -> int:
+    if text == "auto":
+        return find_threads(0)
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r} given; a number between 1 and {MAX_WORKERS}, or auto, is allowed")
+    return int(text)
+
+
 # Flag, how it is read, what it means. Grouped as --help shows them; defaults are those of Settings.
 _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...]]] = {
     "addresses (port 0: any free one, see --announce)": (
@@ -117,6 +128,7 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("cors_origins", str, "ORIGINS", "origins of browser pages that may call, with commas between; * for all"),
     ),
     "life": (
+        ("workers", _workers, "N", "processes that speak HTTP; more than 1: one more decides for all; auto: one per CPU"),
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
         ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until load balancers know"),
         ("poll_interval", _seconds, "SECONDS", "between two health checks of a worker"),

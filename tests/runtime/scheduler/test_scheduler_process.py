@@ -50,7 +50,7 @@ def test_a_request_is_answered_with_the_same_tokens_as_in_process(start: Start) 
     answer = worker.admit(rid_of(1), [7] * 40, 12)
     assert worker.wait_end(answer) == "length"
     assert answer.ids == VirtualScheduler().answer([7] * 40, 12)
-    assert answer.opened == m.OpenText(prompt_tail=[7] * 8, stop=[], prompt_tokens=40)
+    assert answer.opened == m.OpenText(prompt_tail=[7] * 8, stop=[], prompt_tokens=40, serial=1)
     assert all(32 <= token < 127 for token in answer.ids)
     worker.wait_idle()
     wait_for(lambda: worker.counters()["finished_requests_total"] == 1, "the counters reach the board")

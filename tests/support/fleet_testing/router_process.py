@@ -54,13 +54,18 @@ class RouterProcess:
 
     def child(self, module: str) -> psutil.Process | None:
         """The child process that runs a module, e.g. `fleet_router.edge`."""
+        return next(iter(self.children(module)), None)
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """All of them."""
+        out = []
         for p in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if module in p.cmdline():
-                    return p
+                    out.append(p)
             except psutil.Error:
                 continue
-        return None
+        return out
 
     async def is_ready(self) -> bool:
         try:
