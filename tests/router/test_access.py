@@ -292,13 +292,13 @@ async def test_real_processes_speak_tls_ask_for_keys_and_renew_both(make_worker:
     url = f"https://127.0.0.1:{router.data_port}"
     _, hanging = await asyncio.open_connection("127.0.0.1", router.data_port)
     hanging.write(b"\x16\x03\x01")
-    async with httpx.AsyncClient(timeout=10.0, trust_env=False, verify=ssl.create_default_context(cafile=str(cert))) as client:
+    async with httpx.AsyncClient(timeout=20.0, trust_env=False, verify=ssl.create_default_context(cafile=str(cert))) as client:
         for stream in (False, True):
             answer = await client.post(url + "/v1/chat/completions", json=CHAT | {"stream": stream}, headers=bearer())
             assert answer.status_code == 200
         assert answer.content == DEFAULT_STREAM
         assert (await client.post(url + "/v1/messages", json=CHAT)).json()["error"]["type"] == "authentication_error"
-        large = json.dumps(CHAT | {"messages": [{"role": "user", "content": "x" * (2 << 20)}]}).encode()
+        large = json.dumps(CHAT | {"metadata": {"x": "x" * (2 << 20)}}).encode()
         assert (await client.post(url + "/v1/chat/completions", content=large, headers=bearer())).status_code == 200
         assert worker.legs[-1].body.startswith(large)
     new_cert, new_key = self_signed(tmp_path, "second")
@@ -309,7 +309,7 @@ async def test_real_processes_speak_tls_ask_for_keys_and_renew_both(make_worker:
 
     async def renewed() -> bool:
         try:
-            async with httpx.AsyncClient(timeout=10.0, trust_env=False, verify=ssl.create_default_context(cafile=str(cert))) as fresh:
+            async with httpx.AsyncClient(timeout=20.0, trust_env=False, verify=ssl.create_default_context(cafile=str(cert))) as fresh:
                 return (await fresh.post(url + "/v1/chat/completions", json=CHAT, headers=bearer(OTHER))).status_code == 200
         except httpx.HTTPError:
             return False
