@@ -308,6 +308,13 @@ class Attempt:
     def _client_gone(self) -> None:
         self._finish(Outcome(gone=True, streamed=self.streamed))
 
+    def abort(self, error: ApiError) -> None:
+        """Somebody else than the client wants its end: it hears the error."""
+        if self.streamed:
+            self.on_stream_end(error)
+        else:
+            self._finish(Outcome(failure=Failure(error, self._lease.serving.worker)))
+
     def _pause(self) -> None:
         self._was_paused = True
         if (handle := self._sinks[-1].handle) is not None:

@@ -301,6 +301,9 @@ async def test_real_processes_speak_tls_ask_for_keys_and_renew_both(make_worker:
         large = json.dumps(CHAT | {"metadata": {"x": "x" * (2 << 20)}}).encode()
         assert (await client.post(url + "/v1/chat/completions", content=large, headers=bearer())).status_code == 200
         assert worker.legs[-1].body.startswith(large)
+    flushed = await router.http.post(f"{router.control}/flush_cache", json={"model": "tiny"})
+    assert [w["ok"] for w in flushed.json()["workers"].values()] == [True]
+    assert (await router.http.post(f"{router.control}/abort_request", json={"request_id": "nosuch"})).json() == {"aborted": 0}
     new_cert, new_key = self_signed(tmp_path, "second")
     os.replace(new_key, key)
     os.replace(new_cert, cert)
