@@ -24,6 +24,9 @@ class Edges(Protocol):
     async def ask(self, ask: Ask) -> bytes:
         """One of `EdgeAnswers`. Raises ApiError."""
 
+    async def ask_all(self, ask: Ask) -> list[bytes]:
+        """The same of every edge; what those say that can. Raises ApiError when one refuses."""
+
 
 class Answers:
     """Each answer is JSON but for the metrics, which are msgpack of `metrics.Snapshot`."""
@@ -48,8 +51,11 @@ class Answers:
                 return msgspec.json.encode(overview.overview(brain, self._edges.snapshot()))
             case "fleet":
                 return msgspec.json.encode(reports.fleet(brain, *ask.args))
-            case "probe" | "route":
+            case "probe" | "route" | "flush":
                 return await self._edges.ask(ask)
+            case "abort":
+                counts = [msgspec.json.decode(said)["aborted"] for said in await self._edges.ask_all(ask)]
+                return msgspec.json.encode({"aborted": sum(counts)})
             case "decisions":
                 return msgspec.json.encode({"decisions": [d.as_json() for d in reversed(brain.decisions)]})
         raise ValueError(f"unknown question {ask.what!r}")

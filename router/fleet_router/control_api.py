@@ -123,6 +123,14 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
     async def route(request: Request) -> Response:
         return _answer(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
 
+    @app.post("/flush_cache")
+    async def flush(request: Request) -> Response:
+        return _answer(await link.ask("flush", body=await read_body(request, MAX_PROBE_BYTES), timeout_s=20.0))
+
+    @app.post("/abort_request")
+    async def abort(request: Request) -> Response:
+        return _answer(await link.ask("abort", body=await read_body(request, MAX_PROBE_BYTES), timeout_s=10.0))
+
     @app.get("/debug/queue")
     async def queue() -> Response:
         return _answer(await link.ask("queue"))

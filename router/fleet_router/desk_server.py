@@ -160,6 +160,17 @@ class DeskServer:
         session = next((s for s in self._sessions.values() if s.is_welcome and not s.draining), None)
         if session is None:
             raise ApiError(503, "no edge process of this router serves now; try again", type="overloaded_error", code="no_edge", retry_after_s=1)
+        return await self._ask(session, ask)
+
+    async def ask_all(self, ask: Ask) -> list[bytes]:
+        """Every edge that is here, the draining ones too; one that goes away meanwhile says nothing. Raises ApiError."""
+        said = await asyncio.gather(*(self._ask(s, ask) for s in list(self._sessions.values()) if s.is_welcome), return_exceptions=True)
+        refused = [e for e in said if isinstance(e, BaseException) and not (isinstance(e, ApiError) and e.code == "no_edge")]
+        if refused:
+            raise refused[0]
+        return [body for body in said if isinstance(body, bytes)]
+
+    async def _ask(self, session: _Session, ask: Ask) -> bytes:
         try:
             reply = await session.channel.ask(ask.what, *ask.args, body=ask.body, timeout_s=PROBE_TIMEOUT_S)
         except (TimeoutError, ConnectionError):

@@ -6,7 +6,7 @@ router itself has to say goes out in the words of the path's dialect.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -25,7 +25,7 @@ class _Said(msgspec.Struct):
 
     type: str = ""
     done: bool = False
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _said = msgspec.json.Decoder(_Said)

@@ -65,7 +65,7 @@ class Edge:
         self.pool = pool
         self.counters: Counters = desk.counters
         self.encoders = Encoders(pool)
-        self.access = Access(settings, asyncio.get_running_loop().time)
+        self.access = Access(settings, asyncio.get_running_loop().time, share=1 / max(1, settings.workers))
         self.service = DataService(settings, desk, self.encoders, pool, self.access)
         self.answers = EdgeAnswers(self.service)
         self.server_state = ServerState(

@@ -361,6 +361,13 @@ class Attempt:
         self._aborter.keep(self._left)
         self._set_timer(PATIENCE_S, lambda: self._finish(Outcome(gone=True)))
 
+    def abort(self, error: ApiError) -> None:
+        """Somebody else than the client wants its end: it hears the error."""
+        if self.streamed:
+            self.on_stream_end(error)
+        else:
+            self._finish(Outcome(failure=Failure(error, self._lease.serving.worker)))
+
     def _pause(self) -> None:
         self._was_paused = True
         if (handle := self._serving.handle) is not None:

@@ -33,6 +33,7 @@ from fleet_router.http_server import Exchange, Request
 from fleet_router.lease import Lease, Want
 from fleet_router.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
+from fleet_router.running import Running, RunningOne
 from fleet_router.settings import Settings
 from fleet_router.table import Service, WorkerView
 from fleet_router.trace_context import passed_on
@@ -72,6 +73,7 @@ class DataService:
         self.encoders = encoders
         self.pool = pool
         self.aborter = Aborter(pool, desk.counters)
+        self.running = Running()
         self.retries = RetryBudget(settings.workers)
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
@@ -168,12 +170,13 @@ class DataService:
     async def serve(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
         """Attempts until the client has an answer. Raises ApiError for what could not be served."""
         try:
-            await self._attempts(parsed, exchange, trail)
+            with self.running.request(exchange.request.request_id) as one:
+                await self._attempts(parsed, exchange, trail, one)
         finally:
             if trail.charged is not None:  # nothing was computed, or nobody knows
                 trail.caller.settle(trail.charged, 0)
 
-    async def _attempts(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
+    async def _attempts(self, parsed: Parsed, exchange: Exchange, trail: Trail, one: RunningOne) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         prompts: dict[str, Prompt] = {}
@@ -184,7 +187,9 @@ class DataService:
                 left = max(0.001, trail.deadline - loop.time())
                 attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout))
                 exchange.head_lines = _told(parsed, lease, exchange.request.request_id)
+                one.attempt = attempt
                 outcome = await attempt.run(parsed, prompt)
+                one.attempt = None
             if trail.charged is not None and (outcome.gone or outcome.failure is None):
                 made = attempt.made if attempt.made is not None else attempt.events
                 trail.caller.settle(trail.charged, prompt.tokens + (made if parsed.kind is Kind.GENERATE else 0))

@@ -43,6 +43,9 @@ class LocalEdge:
     async def ask(self, ask: Ask) -> bytes:
         return await self._answers.answer(ask)
 
+    async def ask_all(self, ask: Ask) -> list[bytes]:
+        return [await self._answers.answer(ask)]
+
 
 class Single(Edge):
     """Edge and brain."""

@@ -123,6 +123,24 @@ def test_the_operators_flags_are_ones_that_it_reads(tmp_path: Path) -> None:
 
 
 @needs_helm
+def test_keys_certificate_and_origins_of_the_router_come_from_values(tmp_path: Path) -> None:
+    values = ("router.apiKeys.secretName=k", "router.tls.secretName=t", "router.corsOrigins={https://a.example,https://b.example}")
+    found = objects(tmp_path, *itertools.chain.from_iterable(("--set", v) for v in values))
+    spec = found["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]
+    (router,) = spec["containers"]
+    flags = dict(zip(router["args"][1::2], router["args"][2::2], strict=True))
+    mounts = {m["name"]: m["mountPath"] for m in router["volumeMounts"]}
+    assert flags["--api-key-file"] == f"{mounts['api-keys']}/keys" and flags["--cors-origins"] == "https://a.example,https://b.example"
+    assert (flags["--tls-cert-file"], flags["--tls-key-file"]) == (f"{mounts['tls']}/tls.crt", f"{mounts['tls']}/tls.key")
+    secrets = {v["name"]: v["secret"] for v in spec["volumes"] if "secret" in v}
+    assert secrets == {"api-keys": {"secretName": "k", "defaultMode": 0o444}, "tls": {"secretName": "t", "defaultMode": 0o444}}
+    (port,) = found["Service", names.ROUTER_SERVICE_NAME]["spec"]["ports"]
+    assert (port["name"], port["port"]) == ("https", 443)
+    (operator,) = found["Deployment", "radixfleet-operator"]["spec"]["template"]["spec"]["containers"]
+    assert parse(operator["args"], {}).url == "https://radixfleet-router.radixfleet-system/v1"
+
+
+@needs_helm
 def test_with_namespaces_the_operator_gets_roles_there_and_no_cluster_role(tmp_path: Path) -> None:
     done = template(tmp_path, "--set", "operator.watchNamespaces={a,b}")
     docs = [d for d in yaml.safe_load_all(done.stdout) if d and d["kind"].endswith(("Role", "RoleBinding"))]
@@ -143,6 +161,7 @@ def test_with_namespaces_the_operator_gets_roles_there_and_no_cluster_role(tmp_p
         ("router.service.type=Magic", "type"),
         ("router.workers=0", "workers"),
         ("no.such=1", "no"),
+        ("router.corsOrigins={a.example}", "corsOrigins"),
     ],
 )
 def test_bad_values_are_refused_by_name(tmp_path: Path, flag: str, text: str) -> None:

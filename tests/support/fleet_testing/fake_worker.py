@@ -62,6 +62,7 @@ class Script:
     status: int = 200
     body: bytes | None = None  # None: a stream when the request asks for one, else a small JSON
     pieces: list[bytes] | None = None  # the stream's bytes as they are written
+    stream_type: str = "text/event-stream; charset=utf-8"
     headers: dict[str, str] = field(default_factory=dict)
     wait: asyncio.Event | None = None  # before anything is answered
     wait_after: tuple[int, asyncio.Event] | None = None  # after so many pieces
@@ -165,7 +166,7 @@ class FakeWorker:
     @property
     def legs(self) -> list[Received]:
         """Requests that ask for an answer."""
-        return [r for r in self.received if r.path.startswith("/v1/")]
+        return [r for r in self.received if r.path.startswith(("/v1/", "/api/"))]
 
     async def stop(self) -> None:
         """Ends the server and every connection."""
@@ -273,7 +274,7 @@ class FakeWorker:
 
     async def _stream(self, script: Script, writer: asyncio.StreamWriter) -> bool:
         pieces = script.pieces if script.pieces is not None else [DEFAULT_STREAM]
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {script.stream_type}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for n, piece in enumerate(pieces):
             if script.wait_after is not None and n == script.wait_after[0]:
                 await writer.drain()
