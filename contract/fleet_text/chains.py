@@ -35,6 +35,9 @@ class _Node:
     """A piece behind all pieces before it."""
 
     __slots__ = ("ids", "keys", "last", "number", "pages", "rest", "size")
+    last: int
+    pages: int
+    rest: bytes
 
     def __init__(self, number: int, ids: bytes, before: _Node | int, stride: int) -> None:
         """Args: before: the piece before, or the namespace where the chain begins."""
@@ -187,8 +190,8 @@ def _holds(encoder: PromptEncoder, cut: str) -> bool:
         text = _render(encoder, random_chat(rng, cut)) if n % 2 else cut.join(_noise(rng, cut) for _ in range(4))
         if text is None:
             continue
-        parts = [encoder.encode(piece, add_special_tokens=False) for piece in cut_text(text, cut)]
-        if sum(parts, []) != encoder.encode(text, add_special_tokens=False):
+        parts = [token for piece in cut_text(text, cut) for token in encoder.encode(piece, add_special_tokens=False)]
+        if parts != encoder.encode(text, add_special_tokens=False):
             return False
     return True
 
@@ -200,7 +203,8 @@ def random_chat(rng: random.Random, cut: str) -> list[Mapping[str, Any]]:
 
 
 _SCRAPS: Final = (
-    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b", "<", "|>", "<|", "ﬁ", "I", "▁",
+    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b",
+    "<", "|>", "<|", "ﬁ", "I", "▁",
 )  # fmt: skip
 
 
