@@ -49,6 +49,12 @@ class Encoders:
         self._tasks[revision] = task
         task.add_done_callback(lambda _: self._tasks.pop(revision, None))
 
+    def put(self, model_revision: str, encoder: PromptEncoder, chains: ChatChains | None) -> None:
+        """An encoder that was made elsewhere, or just here."""
+        while len(self._ready) >= MAX_KEPT:
+            self._ready.pop(next(iter(self._ready)))
+        self._ready[model_revision] = encoder, chains
+
     async def close(self) -> None:
         """Ends fetches under way."""
         tasks = list(self._tasks.values())
@@ -73,9 +79,7 @@ class Encoders:
             log.warning("no tokenizer for model revision %s yet: %s", model_revision, e)
             await asyncio.sleep(RETRY_S)  # the next poll of a ready worker asks again
             return
-        while len(self._ready) >= MAX_KEPT:
-            self._ready.pop(next(iter(self._ready)))
-        self._ready[model_revision] = encoder, chains
+        self.put(model_revision, encoder, chains)
         log.info("tokenizer of model revision %s is here", model_revision, extra={"chats_are_kept": chains is not None})
 
 

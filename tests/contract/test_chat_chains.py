@@ -28,6 +28,7 @@ HEADERS = """\
 {% endif %}"""
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 STRIDE = 4
+ANSWER = "<|im_start|>assistant\n"
 
 
 class Counting(PromptEncoder):
@@ -102,6 +103,7 @@ def test_a_tokenizer_whose_pieces_differ_from_the_whole_is_found_out() -> None:
     assert find_cut(odd) is None
 
 
+@pytest.mark.rule("R3")
 def test_each_turn_of_a_chat_tokenizes_the_last_turn_only() -> None:
     encoder = make(CHATML, *CHATML_TOKENS)
     chains = ChatChains(encoder, "<|im_start|>", stride=STRIDE)
@@ -109,9 +111,10 @@ def test_each_turn_of_a_chat_tokenizes_the_last_turn_only() -> None:
         encoder.texts.clear()
         chains.read(chains.look(encoder.render(turns(n)), 5))
         new = encoder.render(turns(n)[max(0, n - 2) :])
-        assert "".join(encoder.texts) == new
+        assert new.startswith("".join(encoder.texts)) and len(new) - len("".join(encoder.texts)) <= len(ANSWER)
 
 
+@pytest.mark.rule("R3")
 @pytest.mark.parametrize(("template", "added"), [(CHATML, CHATML_TOKENS), (HEADERS, HEADER_TOKENS)])
 @pytest.mark.parametrize("max_bytes", [1 << 20, 4_000])
 def test_kept_ids_and_keys_are_those_of_the_whole_text(template: str, added: tuple[AddedToken, ...], max_bytes: int) -> None:
@@ -138,7 +141,7 @@ def test_namespaces_share_nothing() -> None:
     chains = ChatChains(encoder, "<|im_start|>", stride=STRIDE)
     text = encoder.render(turns(3))
     first = chains.read(chains.look(text, 1))
-    assert chains.look(text, 2).missing_chars == len(text) and chains.look(text, 1).missing_chars == 0
+    assert chains.look(text, 2).missing_chars == len(text) and chains.look(text, 1).missing_chars == len(ANSWER)
     assert chains.read(chains.look(text, 2))[0] == first[0]
 
 
@@ -151,7 +154,7 @@ def test_the_longest_unused_pieces_go_first() -> None:
         chains.read(chains.look(often, 1))
         chains.read(chains.look(encoder.render([{"role": "user", "content": f"other {n}"}]), 1))
         chains.check_integrity()
-    assert chains.look(often, 1).missing_chars == 0 and chains.look(once, 1).missing_chars == len(once)
+    assert chains.look(often, 1).missing_chars == len(ANSWER) and chains.look(once, 1).missing_chars == len(once)
 
 
 def test_threads_that_read_the_same_chats_get_the_same_ids() -> None:

@@ -63,12 +63,17 @@ def chunks(r: Round) -> Figures:
     return {"chunks": 1e6 * used / ((load.requests + unfinished) * CHUNKS)}
 
 
-def turns(r: Round) -> Figures:
+def turns(r: Round, key: str = "turns") -> Figures:
     """What the router adds to the time of a request, one connection; against the same requests sent to a worker itself."""
     text = script(TURNS, start=r.start)
     direct = run_wrk(r.tools, r.worker_url, text, connections=1, seconds=max(1.0, r.seconds / 3))
     load = run_wrk(r.tools, r.server.url, text, connections=1, seconds=r.seconds)
-    return {"turns": load.mean_us - direct.mean_us, "turns-direct": direct.mean_us}
+    return {key: load.mean_us - direct.mean_us}
+
+
+def turns_bytes(r: Round) -> Figures:
+    """The same where our router has no tokenizer."""
+    return turns(r, "turns-bytes")
 
 
 def memory(r: Round, requests: int = MEMORY_REQUESTS) -> Figures:
@@ -152,6 +157,7 @@ SCENARIOS: Final = {
     "chats-bytes": Entry(chats_bytes, "plain"),
     "chunks": Entry(chunks, "paced"),
     "turns": Entry(turns),
+    "turns-bytes": Entry(turns_bytes, "plain"),
     "memory": Entry(memory, once=True),
     "idle-streams": Entry(idle_streams, "silent", peers=False, once=True),
     "idle-workers": Entry(idle_workers, "many", peers=False, once=True),

@@ -6,7 +6,7 @@ once or waits; after anything that frees work the caller calls `pump`, which giv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -153,21 +153,33 @@ class Fleet:
     # -- waiting
 
     def offer(self, key: Hashable, request: Waiting, now: float) -> Decision | None:
-        """Decides at once when nobody waits and the best worker is open: the normal case. Else the request waits, and `pump` may give it.
+        """`at_once`, or the request waits, and `pump` may give it.
 
         Raises QueueFull. The pool may have no workers: then it waits for them.
         """
+        decision = self.at_once(key, request.ask, request.keys, now, request.klass, request.exclude)
+        if decision is None:
+            self.wait(key, request)
+        return decision
+
+    def at_once(
+        self, key: Hashable, ask: Ask, keys: Sequence[int], now: float, klass: str = "default", exclude: Collection[int] = ()
+    ) -> Decision | None:
+        """Decides when nobody waits and the best worker is open: the normal case. Nothing is counted yet."""
         queue = self.queues.get(key)
         pool = self._pools.get(key)
-        if pool is not None and not (queue is not None and len(queue)):
-            decision = self.decide(pool.without(request.exclude) if request.exclude else pool, request.ask, request.keys, now)
-            if decision is not None and self.is_open(decision, request.klass):
-                return decision
+        if pool is None or (queue is not None and len(queue)):
+            return None
+        decision = self.decide(pool.without(exclude) if exclude else pool, ask, keys, now)
+        return decision if decision is not None and self.is_open(decision, klass) else None
+
+    def wait(self, key: Hashable, request: Waiting) -> None:
+        """Puts a request into its pool's queue. Raises QueueFull."""
+        queue = self.queues.get(key)
         if queue is None:
             queue = self.queues[key] = CacheQueue(self.load, self.rules, self.look_up)
-            queue.set_pool(pool or Pool())
+            queue.set_pool(self._pools.get(key, Pool()))
         queue.put(request)
-        return None
 
     def pump(self, key: Hashable, now: float) -> tuple[Waiting, Decision] | None:
         """The next waiting request of a pool that may go now. The caller counts it with `take`, then asks again."""
