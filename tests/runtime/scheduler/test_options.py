@@ -93,6 +93,9 @@ def test_a_grammar_starts_behind_the_end_of_reasoning() -> None:
         ("choice", "[]", "one text or more"),
         ("basic", "x", "no kind of grammar"),
         ("regex", "a" * (MAX_BYTES + 1), "at most"),
+        ("json_schema", '{"$ref": "#"}', "nothing may come first"),
+        ("json_schema", '{"anyOf": [{"$ref": "#"}]}', "nothing may come first"),
+        ("json_schema", '{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "$defs": {"a": {"$ref": "#/$defs/a"}}}', "dead end"),
     ],
 )
 def test_a_bad_grammar_fails_its_own_request_with_the_reason(kind: str, text: str, word: str) -> None:
