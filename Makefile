@@ -34,6 +34,9 @@ fuzz: setup ## the long fuzz: 10,000 bodies of our own and as many of schemathes
 fuzz-router: setup-python ## the long fuzz of the router: 10,000 connections with bytes that nobody should send (ARGS='--connections N --seed S')
 	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.fuzz_router $(ARGS)
 
+chaos-router: setup-python ## the long test: 10 minutes of killed clients and workers at 500 requests/s (ARGS='--seconds S --rate N')
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.chaos_router $(ARGS)
+
 cases: setup ## one line for each fault from the field: which have a passing test
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report
 
