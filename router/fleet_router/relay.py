@@ -17,7 +17,7 @@ from typing import Final
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
-from fleet_router.body import CHAT, COMPLETIONS, Parsed, Prompt
+from fleet_router.body import Parsed, Prompt
 from fleet_router.dialects import OPENAI
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
@@ -25,6 +25,7 @@ from fleet_router.http_client import Handle, Pool, collect, fetch
 from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
+from fleet_router.paths import CHAT, COMPLETIONS
 from fleet_router.sse import UsageFilter
 from fleet_router.table import WorkerView
 
@@ -361,6 +362,13 @@ class Attempt:
         self._aborter.keep(self._left)
         self._set_timer(PATIENCE_S, lambda: self._finish(Outcome(gone=True)))
 
+    def abort(self, error: ApiError) -> None:
+        """Somebody else than the client wants its end: it hears the error."""
+        if self.streamed:
+            self.on_stream_end(error)
+        else:
+            self._finish(Outcome(failure=Failure(error, self._lease.serving.worker)))
+
     def _pause(self) -> None:
         self._was_paused = True
         if (handle := self._serving.handle) is not None:
@@ -411,7 +419,7 @@ class Attempt:
         deadline_ms = max(1, int(self._timing.first_token_s * 1000))
         sending = Sending(self._lease, parsed, prompt, self.rid, self._exchange.request.request_id, deadline_ms)
         self._stream_asked = parsed.stream
-        if self._serving.engine.wants_usage and parsed.stream and parsed.path in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
+        if self._serving.engine.wants_usage and parsed.stream and parsed.route in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
             self._usage = UsageFilter()
         self._hand_over = self._serving.engine.hand_over(sending)
         for leg, parts in self._hand_over.first():

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: one by one, and the one event that a client did not ask for.
+"""Server-sent events as bytes: their JSON, and the one event that a client did not ask for.
 
 Used by relay on every piece of a stream; nothing here changes a byte of an event that is passed on.
 """

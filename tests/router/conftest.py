@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from fleet_router.edge import Edge
 from fleet_router.link import listen
 from fleet_router.settings import Settings, parse
+from fleet_router.single import Single
 from fleet_router.supervisor import bind
 from fleet_testing.engines.server import FakeEngine
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_fleet import Fleet, MakeFleet
 from fleet_testing.router_process import RouterProcess, until
+from fleet_testing.split_edge import SplitEdge
 
 
 @pytest.fixture
@@ -36,12 +37,15 @@ async def make_worker() -> AsyncIterator[Callable[..., Awaitable[FakeWorker]]]:
 
 @pytest.fixture
 async def make_fleet() -> AsyncIterator[MakeFleet]:
-    """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here."""
+    """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here.
+
+    `split`: with the link between edge and brain.
+    """
     started: list[Fleet] = []
 
-    async def make(*workers: FakeWorker, wait: bool = True, max_files: int = 4096, **settings: Any) -> Fleet:
+    async def make(*workers: FakeWorker, wait: bool = True, split: bool = False, max_files: int = 4096, **settings: Any) -> Fleet:
         options = {"router_id": "r", "host": "127.0.0.1", "poll_interval": 0.05, "static": tuple(w.url for w in workers)} | settings
-        edge = Edge(Settings(**options), max_files=max_files)
+        edge = (SplitEdge if split else Single)(Settings(**options), max_files=max_files)
         data = bind("127.0.0.1", 0, "--data-port")
         await edge.start(data, listen(f"test-{secrets.token_hex(8)}"))
         fleet = Fleet(edge, data.getsockname()[1], list(workers))

@@ -23,6 +23,7 @@ from fleet_router.engines.base import PolledLoad
 from fleet_router.engines.openai_worker import choices, error, error_event
 from fleet_router.engines.prometheus import labels_of, total
 from fleet_router.engines.splice import splice
+from fleet_router.paths import COMPLETIONS
 from fleet_router.polled import load_of_others
 from fleet_router.sse import UsageFilter, split_events
 from fleet_testing.engines.kv_publisher import KvPublisher
@@ -346,7 +347,7 @@ def test_splice_equals_changing_the_decoded_object(old: dict[str, Any], new: dic
     ],
 )
 def test_choices(body: dict[str, Any], n: int) -> None:
-    assert choices(parse_body("/v1/completions", json.dumps({"model": "m", **body}).encode())) == n
+    assert choices(parse_body(COMPLETIONS, json.dumps({"model": "m", **body}).encode())) == n
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import msgspec
 from fleet_contract import errors as contract_errors
 from fleet_contract import names
 from fleet_contract.errors import ApiError
-from fleet_router.body import CHAT, COMPLETIONS, MAX_CHOICES, Parsed
+from fleet_contract.wire import decode_ids
+from fleet_router.body import Parsed
 from fleet_router.engines.base import Sending, asks_usage
 from fleet_router.engines.splice import splice
 from fleet_router.lease import Leg
+from fleet_router.paths import CHAT, COMPLETIONS, MAX_CHOICES
 from fleet_text.prompt import TOKENIZER_FILES
 
 DEFAULT_CAPACITY_TOKENS: Final = 100_000  # of an engine that does not tell
@@ -37,10 +39,10 @@ def body(sending: Sending, leg: Leg, changes: Mapping[str, bytes | None] | None 
     record = leg.worker.record
     if parsed.model not in record.served_names and record.served_names:
         all_changes["model"] = msgspec.json.encode(record.served_names[0])  # the client used a name that only the router knows
-    if parsed.stream and parsed.path in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
+    if parsed.stream and parsed.route in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
         all_changes |= _with_usage(parsed.fields)
     if (ids := sending.prompt.ids) is not None and _takes_ids(parsed):
-        all_changes["prompt"] = msgspec.json.encode(ids)
+        all_changes["prompt"] = msgspec.json.encode(decode_ids(ids))
     if changes is not None:
         all_changes |= changes
     return splice(parsed.fields, all_changes) if all_changes else parsed.body
@@ -59,7 +61,7 @@ def _with_usage(fields: Mapping[str, msgspec.Raw]) -> Changes:
 
 def _takes_ids(parsed: Parsed) -> bool:
     """A plain prompt of a completion means the same as its ids; a chat has no such form."""
-    if parsed.path != COMPLETIONS or any(name in parsed.fields for name in _TEXT_ONLY):
+    if parsed.route is not COMPLETIONS or any(name in parsed.fields for name in _TEXT_ONLY):
         return False
     return bytes(parsed.fields["prompt"])[:1] == b'"'
 
@@ -74,8 +76,8 @@ def choices(parsed: Parsed) -> int:
 
 def check_pair_path(parsed: Parsed) -> None:
     """Raises ApiError for what prefill and decode servers do not share."""
-    if parsed.path not in (CHAT, COMPLETIONS):
-        text = f"{parsed.path} needs a worker of this engine that serves alone; its prefill/decode pairs take {CHAT} and {COMPLETIONS}"
+    if parsed.route not in (CHAT, COMPLETIONS):
+        text = f"{parsed.path} needs a worker of this engine that serves alone; its prefill/decode pairs take {CHAT.path} and {COMPLETIONS.path}"
         raise ApiError(400, text, code="unsupported_by_pair")
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from fleet_contract import names
 from fleet_contract.errors import ApiError
-from fleet_contract.wire import RoutedHeaders, encode_ids
+from fleet_contract.wire import RoutedHeaders
 from fleet_contract.worker import AbortRequest, PrefillAnswer, WorkerRecord
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, post
 from fleet_router.engines.rooms import ROOMS
@@ -79,11 +79,11 @@ class RoomsHandOver:
 
 def request(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> Parts:
     """The client's JSON as it came, with token ids behind it when we have them."""
-    headers = [(names.HEADER_REQUEST_ID, sending.request_id), *_routed(sending, leg, rooms)]
+    headers = [(names.HEADER_REQUEST_ID, sending.request_id), *sending.parsed.passed_on, *_routed(sending, leg, rooms)]
     body, content_type = sending.parsed.body, "application/json"
     if sending.prompt.ids is not None:
         headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]
-        body, content_type = body + encode_ids(sending.prompt.ids), names.CONTENT_TYPE_IDS
+        body, content_type = body + sending.prompt.ids, names.CONTENT_TYPE_IDS
     return post(leg, sending.parsed.path, headers, body, content_type)
 
 
@@ -92,7 +92,7 @@ def _routed(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[st
     prefill = sending.lease.prefill
     return RoutedHeaders(
         rid=sending.rid,
-        pick=(sending.lease.desk.pick_id, leg.pick_number),
+        pick=(sending.lease.pick_id, leg.pick_number),
         deadline_ms=sending.deadline_ms,
         leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
         rooms=rooms,

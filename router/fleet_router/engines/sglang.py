@@ -139,7 +139,7 @@ class BootstrapHandOver:
 
 def request(sending: Sending, leg: Leg, changes: openai_worker.Changes | None = None) -> Parts:
     """One leg; its `rid` is ours, so that an abort hits nobody else's."""
-    headers = [(names.HEADER_REQUEST_ID, sending.request_id), *key_headers(leg.worker.record.key_env)]
+    headers = [(names.HEADER_REQUEST_ID, sending.request_id), *sending.parsed.passed_on, *key_headers(leg.worker.record.key_env)]
     return post(leg, sending.parsed.path, headers, openai_worker.body(sending, leg, {"rid": b'"%b"' % sending.rid.encode(), **(changes or {})}))
 
 

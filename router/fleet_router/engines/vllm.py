@@ -193,7 +193,7 @@ def prefill_changes(sending: Sending) -> openai_worker.Changes:
 def request(sending: Sending, leg: Leg, changes: openai_worker.Changes | None = None, headers: list[tuple[str, str]] | None = None) -> Parts:
     """One leg. The id in vLLM's log begins with the client's and is never one of two requests."""
     ids = (names.HEADER_REQUEST_ID, f"{sending.request_id}-{sending.rid[:12]}")
-    all_headers = [ids, *key_headers(leg.worker.record.key_env), *(headers or [])]
+    all_headers = [ids, *sending.parsed.passed_on, *key_headers(leg.worker.record.key_env), *(headers or [])]
     return post(leg, sending.parsed.path, all_headers, openai_worker.body(sending, leg, changes))
 
 
