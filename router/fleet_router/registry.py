@@ -62,7 +62,7 @@ class Endpoint:
     named: Target | None = None  # by a user; else it is our runtime
     life: int = 0  # grows while it cannot be reached: an engine that names no incarnation has a new one afterwards
     load: PolledLoad | None = None
-    drain_asked: str | None = None  # RFC 3339, by an operator of this router
+    is_drained: bool = False  # by REST
 
     @property
     def target(self) -> Target:
@@ -70,7 +70,7 @@ class Endpoint:
 
     @property
     def drain_deadline(self) -> str | None:
-        return self.pod.drain_deadline if self.pod is not None else self.drain_asked
+        return self.pod.drain_deadline if self.pod is not None else None
 
 
 def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
@@ -82,7 +82,7 @@ def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
     pod = endpoint.pod
     if endpoint.removed or (pod is not None and pod.terminal):
         return "failed"
-    if draining or endpoint.drain_deadline is not None or (pod is not None and pod.deleting):
+    if draining or endpoint.is_drained or (pod is not None and (pod.deleting or pod.drain_deadline is not None)):
         return "draining"
     if endpoint.healthy and (pod is None or pod.ready):
         return "ready"
@@ -137,15 +137,12 @@ class Registry:
         self._add(endpoint)
         return endpoint
 
-    def drain(self, key: str, deadline: str | None) -> bool:
-        """A static worker gets nothing new from now on (None: it does again); False when there is none of that name."""
-        endpoint = self.endpoints.get(key)
-        if endpoint is None or endpoint.pod is not None:
-            return False
-        if endpoint.drain_asked != deadline:
-            endpoint.drain_asked = deadline
+    def drain(self, key: str, *, is_drained: bool) -> None:
+        """A static worker gets nothing new from now on, or does again."""
+        endpoint = self.endpoints[key]
+        if endpoint.is_drained != is_drained:
+            endpoint.is_drained = is_drained
             self._on_change(endpoint)
-        return True
 
     def set_pods(self, pods: list[PodFacts]) -> None:
         """The worker pods of a discovery snapshot: new ones are asked, gone ones are removed, changed ones are told on at once."""
