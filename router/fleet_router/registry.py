@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
 FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
-IDLE_LOAD_EVERY: Final = 5  # polls between two questions for the load of a worker that had none
+IDLE_FACTOR: Final = 3  # an idle worker of another engine is asked so much less often: a request finds out by itself when it is gone
+IDLE_LOAD_EVERY: Final = 2  # polls between two questions for the load of a worker that had none
 CODE_UNREACHABLE: Final = "worker_unreachable"
 FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
 MISSES: Final = 2  # polls in a row without an answer after which a ready worker counts as stalled: one may be a busy machine
@@ -201,6 +202,8 @@ class Registry:
             polls += 1
             sure = endpoint.healthy and not endpoint.missed
             pause = self._poll_interval_s if sure else min(FAST_POLL_S, self._poll_interval_s)
+            if sure and endpoint.load == PolledLoad():
+                pause *= IDLE_FACTOR
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await endpoint.wake.wait()
