@@ -498,13 +498,20 @@ class Attempt:
             self._outcome.set_result(outcome)
         complete = outcome.answer is not None or (outcome.streamed and not outcome.gone and not self._serving.open)
         self._end_legs(abort=not complete)
-        if self._hand_over is not None and self._failed_by_refusal() and (parts := self._hand_over.release()) is not None:
-            self._aborter.send(self._serving.leg.worker, parts)
+        if self._hand_over is not None and (freer := self._freer()) is not None and (parts := self._hand_over.release(freer)) is not None:
+            self._aborter.send(freer, parts)
         self._lease.release()
 
-    def _failed_by_refusal(self) -> bool:
-        """The serving worker lives and answered with an error."""
-        return any(f.answer is not None and f.worker is self._serving.leg.worker for f in self._failures)
+    def _freer(self) -> WorkerView | None:
+        """Who can free what the prefill holds for a serving leg that failed: its worker when that has answered, else another like it."""
+        worker = self._serving.leg.worker
+        failure = next((f for f in self._failures if f.worker is worker), None)
+        if failure is None or failure.answer is not None:
+            return None if failure is None else worker
+        service = self._lease.desk.table.services.get(worker.service)
+        like = (worker.record.engine, worker.record.role, worker.record.revision)
+        others = service.workers if service is not None else []
+        return next((w for w in others if w is not worker and w.routable and (w.record.engine, w.record.role, w.record.revision) == like), None)
 
     def _end_legs(self, *, abort: bool) -> None:
         for sink in self._sinks:

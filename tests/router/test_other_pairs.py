@@ -221,6 +221,8 @@ async def test_r27_a_leg_killed_at_any_phase_costs_one_more_attempt_or_ends_the_
     await pairs.fleet.idle()
     alive = [e for e in pairs.engines if not e.dead]
     await until(lambda: all(e.running == 0 for e in alive), "nothing runs on")
+    if protocol != "mooncake":  # its prefill drops by its own limit what nobody fetches
+        await until(lambda: all(e.pinned_blocks == 0 for e in alive), "no KV is left behind", 5.0)
 
 
 @pytest.mark.rule("R27")
@@ -272,11 +274,10 @@ async def test_r24_a_fleet_in_which_legs_fail_starts_hardly_more_than_it_is_aske
 
 
 @pytest.mark.rule("R28")
-@pytest.mark.parametrize("protocol", ["nixl", "mooncake"])
-@pytest.mark.parametrize("phase", ["prefill", "transfer", "waiting"])
+@pytest.mark.parametrize(
+    ("protocol", "phase"), [("nixl", "prefill"), ("nixl", "transfer"), ("mooncake", "prefill"), ("mooncake", "waiting"), ("mooncake", "transfer")]
+)
 async def test_r28_nothing_is_ended_between_the_hand_over_and_the_first_token(protocol: str, phase: str, make_pairs: MakePairs) -> None:
-    if phase == "waiting" and protocol == "nixl":
-        pytest.skip("NIXL's decode does not wait for the prefill")
     pairs = await make_pairs(protocol, timing=Timing(0.1, 0.1, 0.05))
     task = asyncio.create_task(pairs.ask(stream=True, max_tokens=60))
     await until(lambda: any(phase in e.phases for e in pairs.engines), "it is that far")
