@@ -70,6 +70,7 @@ ENV_POD_UID: Final = "RADIXFLEET_POD_UID"
 ENV_POD_NAME: Final = "RADIXFLEET_POD_NAME"
 ENV_NAMESPACE: Final = "RADIXFLEET_NAMESPACE"
 ENV_POD_IP: Final = "RADIXFLEET_POD_IP"
+ENV_WORKER_KEY: Final = "RADIXFLEET_WORKER_KEY"  # variables of the router that begin so may hold API keys of other engines' workers
 ENV_MODELS: Final = "RADIXFLEET_MODELS"  # folder of bundled models, when it is not BUNDLED_MODELS_DIR
 
 # Paths in a worker pod.

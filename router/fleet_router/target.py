@@ -76,6 +76,9 @@ def _checked(url: str, target: Target, values: dict[str, str]) -> Target:
             words[name] = value
         else:
             raise BadTarget(f"{url!r}: {name!r} is not known; allowed are {', '.join((*_WORDS, *_PORTS))}")
+    key_env = words.get("key_env", "")
+    if key_env and not key_env.startswith(names.ENV_WORKER_KEY):  # nobody may have other secrets of the router sent to a server of theirs
+        raise BadTarget(f"{url!r}: key_env is {key_env!r}; the name of a variable that begins with {names.ENV_WORKER_KEY} is allowed")
     role = words.get("role", names.ROLE_UNIFIED)
     if role not in names.ROLES:
         raise BadTarget(f"{url!r}: role is {role!r}; allowed are {', '.join(names.ROLES)}")
@@ -88,5 +91,5 @@ def _checked(url: str, target: Target, values: dict[str, str]) -> Target:
         ports.setdefault("bootstrap", names.RUNTIME_BOOTSTRAP_PORT)
     return Target(
         target.host, target.port, target.engine, role, words.get("service", ""), words.get("revision", ""), transfer,
-        ports.get("bootstrap", 0), ports.get("events", 0), ports.get("replay", 0), words.get("tokenizer", ""), words.get("key_env", ""),
+        ports.get("bootstrap", 0), ports.get("events", 0), ports.get("replay", 0), words.get("tokenizer", ""), key_env,
     )  # fmt: skip

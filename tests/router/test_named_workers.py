@@ -33,8 +33,8 @@ Start = Callable[..., Awaitable[Any]]
         ("vllm+http://h:8000?role=decode", Target("h", 8000, "vllm", "decode", transfer="nixl")),
         ("vllm+http://h:8000?role=prefill&transfer=mooncake", Target("h", 8000, "vllm", "prefill", transfer="mooncake", bootstrap=8998)),
         (
-            "sglang+http://h:30000?role=prefill&bootstrap=8997&events=5557&replay=5657&service=s&revision=r&tokenizer=/m&key_env=K",
-            Target("h", 30000, "sglang", "prefill", "s", "r", "", 8997, 5557, 5657, "/m", "K"),
+            "sglang+http://h:30000?role=prefill&bootstrap=8997&events=5557&replay=5657&service=s&revision=r&tokenizer=/m&key_env=RADIXFLEET_WORKER_KEY",
+            Target("h", 30000, "sglang", "prefill", "s", "r", "", 8997, 5557, 5657, "/m", "RADIXFLEET_WORKER_KEY"),
         ),
         ("sglang+http://h:30000?role=prefill", Target("h", 30000, "sglang", "prefill", bootstrap=8998)),
     ],
@@ -59,6 +59,7 @@ def test_a_worker_s_url_says_where_and_what_it_is(url: str, target: Target, sett
         ("vllm+http://h:1?evnts=5557", "'evnts' is not known"),
         ("vllm+http://h:1?role=decode&role=prefill", "given twice"),
         ("vllm+http://h:1?transfer=rdma", "nixl or mooncake"),
+        ("vllm+http://h:1?key_env=AWS_SECRET_ACCESS_KEY", "begins with RADIXFLEET_WORKER_KEY"),
         ("sglang+http://h:1?transfer=nixl", "for others nothing"),
     ],
 )

@@ -100,9 +100,9 @@ async def test_a_worker_that_was_away_comes_back_as_another_incarnation(kind: An
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_api_key_goes_to_the_worker_and_nowhere_else(kind: Any, start_engine: Start, front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINY_KEY", "secret-of-the-worker")
+    monkeypatch.setenv("RADIXFLEET_WORKER_KEY_TINY", "secret-of-the-worker")
     engine = await start_engine(kind(api_key="secret-of-the-worker"))
-    fleet = await front(engine.url(key_env="TINY_KEY"))
+    fleet = await front(engine.url(key_env="RADIXFLEET_WORKER_KEY_TINY"))
     assert (await post(fleet, {"messages": MESSAGES})).status_code == 200
     assert "secret" not in json.dumps(fleet.told()) and b"secret" not in msgspec.json.encode(record(fleet))
 
@@ -397,3 +397,12 @@ async def test_r41_the_scripted_streams_of_both_encodings_say_the_same(maps: boo
         assert removed.hashes == [1]  # type: ignore[union-attr]
     finally:
         await publisher.close()
+
+
+async def test_a_tokenizer_folder_without_a_tokenizer_is_named_as_the_cause(start_engine: Start, front: Front, tmp_path: Path) -> None:
+    engine = await start_engine(FakeVllm())
+    fleet = await front(engine.url(tokenizer=tmp_path), ready=0)
+    endpoint = next(iter(fleet.edge.registry.endpoints.values()))
+    await until(lambda: str(tmp_path) in endpoint.reason, "the reason is known")
+    (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file())
+    await until(lambda: fleet.ready() == 1, "it is there now")

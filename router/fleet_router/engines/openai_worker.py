@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,8 +125,18 @@ def revisions(kind: str, model: str, version: str, role: str, tokenizer: str) ->
 
 
 def _files_digest(folder: str) -> str:
+    """Of a tokenizer's files. Raises ApiError when there is none."""
     found = sorted(p for p in Path(folder).glob("*") if p.name in TOKENIZER_FILES)
-    return digest(*((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in found))
+    if not any(p.name == TOKENIZER_FILES[0] for p in found):
+        raise ApiError(502, f"tokenizer={folder}: there is no {TOKENIZER_FILES[0]} in that folder of the router's machine")
+    stats = [p.stat() for p in found]
+    return _digest_of_files(tuple((p, s.st_size, s.st_mtime_ns) for p, s in zip(found, stats, strict=True)))
+
+
+@lru_cache(maxsize=16)
+def _digest_of_files(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Read once for each state of the files."""
+    return digest(*((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p, _, _ in files))
 
 
 def count(said: Any, *path: str) -> int:
