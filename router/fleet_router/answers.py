@@ -26,7 +26,7 @@ class Answers:
         brain = self._brain
         match ask.what:
             case "ready":
-                return msgspec.json.encode(self._service.readiness())
+                return msgspec.json.encode(self._service.readiness() | {"events": reports.streams(brain)})
             case "metrics":
                 return msgspec.msgpack.encode(reports.snapshot(brain, self._connections()))
             case "workers":

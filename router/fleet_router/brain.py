@@ -69,6 +69,8 @@ class Brain:
         self.all_asked: Callable[[], bool] = lambda: False
         self.on_suspect: Callable[[str, int, str], None] = lambda host, port, why: None
         self.watchers: list[WorkerWatcher] = []
+        self.stream_of: Callable[[Worker], dict[str, Any]] | None = None  # how a worker's KV events are; set by their reader
+        self.streams_settled: Callable[[], bool] = lambda: True
         self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
@@ -264,6 +266,12 @@ class Brain:
     def suspect(self, worker: WorkerView, why: str) -> None:
         """A request found it unreachable."""
         self.on_suspect(worker.host, worker.port, why)
+
+    def probe(self, worker: Worker) -> None:
+        """Something about it is odd: it is asked how it is, and meanwhile serves on."""
+        for key, known in self._by_endpoint.items():
+            if known is worker:
+                self.poke(key)
 
     async def wait_change(self, service: Service[Worker], timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""

@@ -24,6 +24,7 @@ from fleet_router.brain import Brain
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import DataProtocol, Limits, ServerState
+from fleet_router.kv_feed.reader import KvReader
 from fleet_router.link import LinkServer
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
@@ -66,6 +67,7 @@ class Edge:
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
+        self.kv_reader = KvReader(self.brain)
         self.service = DataService(settings, self.brain, self.encoders, self.pool)
         self.server_state = ServerState(
             Limits(
@@ -83,6 +85,7 @@ class Edge:
         """Opens the ports."""
         loop = asyncio.get_running_loop()
         self.registry.start()
+        self.kv_reader.start()
         await self.link.start(link)
         if self.settings.static:
             self.registry.set_static([split_url(url) for url in self.settings.static])
@@ -114,6 +117,7 @@ class Edge:
     async def close(self) -> None:
         await self.link.close()
         await self.registry.close()
+        await self.kv_reader.close()
         await self.encoders.close()
         await self.pool.close()
 
