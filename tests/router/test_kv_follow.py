@@ -236,13 +236,13 @@ class StreamMachine(RuleBasedStateMachine):
     def send(self, message: Message | None, fate: str) -> None:
         self.world.send(message, copies={"lost": 0, "twice": 2}.get(fate, 1), swap=fate == "swapped")
 
-    @rule(prompt=st.sampled_from(PROMPTS), fate=FATE)
-    def store(self, prompt: tuple[int, ...], fate: str) -> None:
-        self.send(self.world.engine.store(prompt), fate)
-
-    @rule(prompt=st.sampled_from(PROMPTS), fate=FATE)
-    def evict(self, prompt: tuple[int, ...], fate: str) -> None:
-        self.send(self.world.engine.evict(prompt), fate)
+    @rule(pick=st.integers(0, 5), fates=st.lists(FATE, min_size=1, max_size=4))
+    def change(self, pick: int, fates: list[str]) -> None:
+        """Stores what can be stored, or evicts what can be evicted."""
+        engine = self.world.engine
+        for n, fate in enumerate(fates, pick):
+            prompt = PROMPTS[n % len(PROMPTS)]
+            self.send(engine.store(prompt) or engine.evict(prompt), fate)
 
     @rule(fate=FATE)
     def clear(self, fate: str) -> None:
@@ -374,6 +374,19 @@ def test_a_lost_message_is_brought_by_a_replay_and_nothing_is_read_twice() -> No
     world.pump()
     assert world.claimed() == {(1,), (1, 2), (5,)} and world.follower.trust == follow.LIVE
     assert (world.follower.gaps, world.questions, world.counts["event_replays_total"]) == (1, 2, 1)
+
+
+def test_what_a_gap_left_wrong_is_forgotten_in_time_though_nobody_answers() -> None:
+    world = World()
+    world.engine.store((1,))
+    world.pump()
+    world.answering = lambda start: iter(())
+    world.engine.evict((1,))  # lost
+    world.send(world.engine.store((5,)))
+    world.pass_time(0.9)
+    assert world.claimed() == {(1,)} and world.follower.trust == follow.REPAIRING
+    world.pass_time(0.3)
+    assert not world.claimed() and world.follower.trust == follow.HISTORY
 
 
 def test_a_replay_that_lost_its_beginning_makes_a_snapshot() -> None:
