@@ -117,8 +117,10 @@ async def test_r33_r32_a_new_router_knows_what_the_old_one_knew(publisher: MakeP
     await until_live(new)
     assert new.brain.synced
     assert [w["indexedTokens"] for w in new.told()] == [20 * 640] * 2
-    questions = [{k: v for k, v in (await f.post("/v1/completions", {"model": "tiny", "prompt": "x"})).headers.items()} for f in (fleet, new)]
-    assert len(questions) == 2
+    body = msgspec.json.encode({"model": "tiny", "prompt": [3, *PROMPT], "max_tokens": 5})
+    told = [(await f.edge.service.explain(body))["workers"] for f in (fleet, new)]
+    seen = [sorted((w["worker"], w["hitTokens"], w["costSeconds"]) for w in workers) for workers in told]
+    assert seen[0] == seen[1] and sorted(hit for _, hit, _ in seen[0]) == [0, 640], "two routers decide alike"
 
 
 async def test_r34_a_publisher_that_stops_is_seen_and_its_worker_serves_on(publisher: MakePublisher, make_fleet: MakeFleet) -> None:

@@ -45,7 +45,9 @@ class FakePublisher:
 
     async def start(self) -> FakePublisher:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._answer()), loop.create_task(self._beat())] if self.dialect == OURS else [loop.create_task(self._answer())]
+        self._tasks = (
+            [loop.create_task(self._answer()), loop.create_task(self._beat())] if self.dialect == OURS else [loop.create_task(self._answer())]
+        )
         await self.publish(self.cleared())
         return self
 
