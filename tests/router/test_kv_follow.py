@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fleet_contract.kv_events import (
-    SNAPSHOT_START, AllBlocksCleared, BlockRemoved, BlockStored, Cleared, Event, EventBatch, decode_batch, encode_batch, epoch_of,
+    SNAPSHOT_START,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Cleared,
+    Event,
+    EventBatch,
+    decode_batch,
+    encode_batch,
+    epoch_of,
 )  # fmt: skip
 from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_contract.worker import WorkerRecord
