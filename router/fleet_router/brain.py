@@ -136,11 +136,11 @@ class Brain:
 
     @property
     def synced(self) -> bool:
-        """Since its start this process has once held all that discovery knew, with every endpoint asked. It stays so.
+        """Since its start this process has once held all that discovery knew, with every endpoint asked and its KV events read. It stays so.
 
         Static workers are not known before they answer: there at least one unit has to be ready.
         """
-        if not self._synced and self.all_asked():
+        if not self._synced and self.all_asked() and self.streams_settled():
             if self.settings.kubernetes:
                 self._synced = self.observed is not None
             else:

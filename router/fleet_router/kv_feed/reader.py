@@ -34,6 +34,7 @@ LIVE_HWM: Final = 2_000  # messages
 ANSWER_HWM: Final = 4  # of up to some 300 KB each: a publisher waits for us
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_SOCKETS: Final = 65_536
+WARM_S: Final = 3.0  # a starting router waits so long for its streams before it is ready
 CLEARED_WORD: Final = b"AllBlocksCleared"
 
 
@@ -95,8 +96,9 @@ class KvReader:
         return {"trust": follower.trust, "sequence": follower.next - 1 if told else None, "lagSeconds": feed.lag_s, "gaps": follower.gaps}
 
     def settled(self) -> bool:
-        """Every stream is believed or was given up once."""
-        return all(feed.follower.settled for feed in self._feeds.values())
+        """Every stream is believed, was given up once, or is read for WARM_S already."""
+        now = self._brain.clock()
+        return all(feed.follower.settled or now - feed.since > WARM_S for feed in self._feeds.values())
 
     # -- for the feeds
 
@@ -130,12 +132,14 @@ class KvReader:
     def _turn(self) -> None:
         """Serves the feeds in turn for a short while."""
         end = time.perf_counter() + TURN_S
-        while self._due and time.perf_counter() < end:
+        while self._due:
             feed = self._due.popleft()
             feed.is_due = False
             if feed.step():
                 feed.is_due = True
                 self._due.append(feed)
+            if time.perf_counter() >= end:
+                break
         self._turning = bool(self._due)
         if self._turning:
             self._loop.call_soon(self._turn)
@@ -171,6 +175,7 @@ class _Feed:
         self._work: Iterator[None] | None = None  # the message in hand
         self._era = 0  # of the content that `_work` writes to
         self._told_trust = ""
+        self.since = self._now()
 
     def start(self) -> None:
         """Subscribes, then begins."""

@@ -45,9 +45,8 @@ class FakePublisher:
 
     async def start(self) -> FakePublisher:
         loop = asyncio.get_running_loop()
-        self._tasks = (
-            [loop.create_task(self._answer()), loop.create_task(self._beat())] if self.dialect == OURS else [loop.create_task(self._answer())]
-        )
+        work = [self._answer(), self._beat()] if self.dialect == OURS else [self._answer()]
+        self._tasks = [loop.create_task(w) for w in work]
         await self.publish(self.cleared())
         return self
 
