@@ -166,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL[,URL...]",
-        help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated",
+        help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated; '': see POST /workers",
     )
     for title, flags in _FLAGS.items():
         group = p.add_argument_group(title)
@@ -202,8 +202,9 @@ def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors
 def parse(argv: Sequence[str]) -> Settings:
     """Reads the command line. Raises BadFlag with a sentence; `--help` prints and exits."""
     a = vars(build_parser().parse_args(argv))
-    urls = tuple(dict.fromkeys(u.strip() for part in a.pop("static") for u in part.split(",") if u.strip()))
-    if a["kubernetes"] == bool(urls):
+    static = a.pop("static")
+    urls = tuple(dict.fromkeys(u.strip() for part in static for u in part.split(",") if u.strip()))
+    if a["kubernetes"] == bool(static):
         raise BadFlag("give one of --kubernetes and --static URL[,URL...]: where do workers come from?")
     if a["kubeconfig"] and not a["kubernetes"]:
         raise BadFlag("--kubeconfig needs --kubernetes")
