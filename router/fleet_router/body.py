@@ -8,19 +8,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import chain_hashes, namespace_hash
+from fleet_contract.prefix import extend_chain, namespace_hash
+from fleet_contract.wire import encode_ids
 from fleet_router.decide.keys import STRIDE
 from fleet_router.dialects import Dialect, dialect_of
 from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, prompt_of, scalar
+from fleet_text.chains import ChatChains
 from fleet_text.chat import ChatInputs, PromptError
 from fleet_text.prompt import PromptEncoder
 
-INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
+INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
+INLINE_CHAT_BYTES: Final = 128 << 10  # of a body: chats of longer ones are rendered in a thread too
 RESERVED_PREFIX: Final = "bootstrap_"
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -53,7 +57,7 @@ class Prompt:
     """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
 
     tokens: int
-    ids: list[int] | None = None
+    ids: bytes | None = None  # little-endian u32
     keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
 
@@ -93,45 +97,61 @@ def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
     return model
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str) -> Prompt:
+async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
     """Token ids and keys of the prompt.
 
     Args:
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
         model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
+        chains: of the encoder, where its chats can be cut: then only what is new of a chat is tokenised.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
-    estimate = Prompt(max(1, len(parsed.body) // 4))
+    size = len(parsed.body)
+    estimate = Prompt(max(1, size // 4))
     if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
         return estimate
-    if len(parsed.body) > INLINE_BYTES:
-        return await asyncio.to_thread(_encode, parsed, encoder, model_revision) or estimate
-    return _encode(parsed, encoder, model_revision) or estimate
+    try:
+        salt = scalar(parsed.fields, "cache_salt") if "cache_salt" in parsed.fields else None
+        namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
+        choices = max(_count(parsed.fields, "n"), _count(parsed.fields, "best_of"))  # the runtime computes all of best_of
+        if chains is not None and size <= INLINE_CHAT_BYTES and isinstance(what := prompt_of(parsed.route, parsed.fields), ChatInputs):
+            reading = chains.look(encoder.render_chat(what), namespace)
+            ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
+            return Prompt(len(ids) // 4, ids, keys, choices) if ids else estimate
+        if size > INLINE_BYTES:
+            return await asyncio.to_thread(_encode, parsed, encoder, namespace, choices, chains) or estimate
+        return _encode(parsed, encoder, namespace, choices, chains) or estimate
+    except (TypeError, ValueError, PromptError, RecursionError):
+        return estimate  # malformed in a way that the runtime says best
 
 
-def _encode(parsed: Parsed, encoder: PromptEncoder, model_revision: str) -> Prompt | None:
-    fields = parsed.fields
-    n = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
-    salt = scalar(fields, "cache_salt")
-    namespace = namespace_hash(model_revision, salt=salt if isinstance(salt, str) else "")
-    what = prompt_of(parsed.route, fields)
+@lru_cache(maxsize=1024)
+def _namespace(model_revision: str, salt: str) -> int:
+    return namespace_hash(model_revision, salt=salt)
+
+
+def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int, choices: int, chains: ChatChains | None) -> Prompt | None:
+    what = prompt_of(parsed.route, parsed.fields)
+    if what is None:
+        return None
     if isinstance(what, Several):
-        return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, what.count * n))
-    ids = _ids(what, encoder) if what is not None else None
+        return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, what.count * choices))
+    if isinstance(what, ChatInputs) and chains is not None:
+        packed, keys = chains.read(chains.look(encoder.render_chat(what), namespace))
+        return Prompt(len(packed) // 4, packed, keys, choices) if packed else None
+    ids = _ids(what, encoder)
     if not ids:
         return None
-    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)[STRIDE - 1 :: STRIDE]), n)
+    packed = encode_ids(ids)
+    return Prompt(len(ids), packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), choices)
 
 
-def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int] | None:
-    """None for what the model's template refuses: the runtime says why."""
+def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int]:
+    """Raises PromptError and whatever a template may raise."""
     if isinstance(what, ChatInputs):
-        try:
-            return encoder.encode_inputs(what)
-        except (PromptError, TypeError, ValueError, RecursionError):
-            return None
+        return encoder.encode_inputs(what)
     return encoder.encode(what.text, add_special_tokens=what.add_special_tokens) if isinstance(what, Text) else what
 
 

@@ -7,7 +7,9 @@ import logging
 from typing import Final
 
 from fleet_contract.errors import ApiError
+from fleet_router.decide.keys import STRIDE
 from fleet_router.http_client import Pool, fetch
+from fleet_text.chains import ChatChains, find_cut
 from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError
 
 log = logging.getLogger(__name__)
@@ -22,12 +24,18 @@ class Encoders:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._ready: dict[str, PromptEncoder] = {}
+        self._ready: dict[str, tuple[PromptEncoder, ChatChains | None]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def get(self, model_revision: str) -> PromptEncoder | None:
         """The encoder, or None while it is not here."""
-        return self._ready.get(model_revision)
+        ready = self._ready.get(model_revision)
+        return ready[0] if ready is not None else None
+
+    def chains(self, model_revision: str) -> ChatChains | None:
+        """What is kept of its chats; None where there is no encoder, or none whose chats can be cut."""
+        ready = self._ready.get(model_revision)
+        return ready[1] if ready is not None else None
 
     def want(self, model_revision: str, host: str, port: int) -> None:
         """A worker of this revision is ready: its tokenizer will be fetched unless it is here."""
@@ -35,6 +43,12 @@ class Encoders:
             task = asyncio.get_running_loop().create_task(self._fetch(model_revision, host, port))
             self._tasks[model_revision] = task
             task.add_done_callback(lambda _: self._tasks.pop(model_revision, None))
+
+    def put(self, model_revision: str, encoder: PromptEncoder, chains: ChatChains | None) -> None:
+        """An encoder that was made elsewhere, or just here."""
+        while len(self._ready) >= MAX_KEPT:
+            self._ready.pop(next(iter(self._ready)))
+        self._ready[model_revision] = encoder, chains
 
     async def close(self) -> None:
         """Ends fetches under way."""
@@ -48,12 +62,16 @@ class Encoders:
             status, data = await fetch(self._pool, host, port, "GET", "/tokenizer", timeout_s=FETCH_TIMEOUT_S, limit_bytes=MAX_TOKENIZER_ZIP_BYTES)
             if status != 200:
                 raise TokenizerFilesError(f"GET /tokenizer answers {status}")
-            encoder = await asyncio.to_thread(PromptEncoder.from_zip, data)
+            encoder, chains = await asyncio.to_thread(_open, data)
         except (ApiError, TokenizerFilesError) as e:
             log.warning("no tokenizer for model revision %s yet: %s", model_revision, e)
             await asyncio.sleep(RETRY_S)  # the next poll of a ready worker asks again
             return
-        while len(self._ready) >= MAX_KEPT:
-            self._ready.pop(next(iter(self._ready)))
-        self._ready[model_revision] = encoder
-        log.info("tokenizer of model revision %s is here", model_revision)
+        self.put(model_revision, encoder, chains)
+        log.info("tokenizer of model revision %s is here", model_revision, extra={"chats_are_kept": chains is not None})
+
+
+def _open(data: bytes) -> tuple[PromptEncoder, ChatChains | None]:
+    encoder = PromptEncoder.from_zip(data)
+    cut = find_cut(encoder)
+    return encoder, ChatChains(encoder, cut, stride=STRIDE) if cut is not None else None

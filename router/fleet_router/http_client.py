@@ -392,9 +392,8 @@ def request_parts(
     host: str, port: int, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, content_type: str
 ) -> tuple[bytes, ...]:
     """The bytes of a request: head, and body when there is one."""
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {f'[{host}]' if ':' in host else host}:{port}"]
-    lines += [f"{name}: {value}" for name, value in headers]
-    if body or method == "POST":
-        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"]
-    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    about = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if body or method == "POST" else ""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    head = f"{method} {path} HTTP/1.1\r\nHost: {where}\r\n{lines}{about}\r\n".encode("latin-1")
     return (head, body) if body else (head,)

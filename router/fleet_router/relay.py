@@ -18,7 +18,7 @@ import msgspec
 
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, ApiError
-from fleet_contract.wire import RoutedHeaders, encode_ids
+from fleet_contract.wire import RoutedHeaders
 from fleet_contract.worker import AbortRequest, PrefillAnswer
 from fleet_router import errors
 from fleet_router.body import Parsed, Prompt
@@ -425,5 +425,5 @@ def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, room
     body, content_type = parsed.body, "application/json"
     if prompt.ids is not None:
         headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]
-        body, content_type = body + encode_ids(prompt.ids), names.CONTENT_TYPE_IDS
+        body, content_type = body + prompt.ids, names.CONTENT_TYPE_IDS
     return request_parts(leg.worker.host, leg.worker.port, "POST", parsed.path, headers, body, content_type)

@@ -223,7 +223,7 @@ class DataService:
                 model_revision = self._model_revision(service, revision)
                 prompt = prompts.get(model_revision)
                 if prompt is None:
-                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
+                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
                     prompts[model_revision] = prompt
                 if trail.charged is None and parsed.kind is not Kind.ANY:
                     charge = prompt.tokens + (parsed.answer_tokens if parsed.kind is Kind.GENERATE else 0)
@@ -351,7 +351,7 @@ class DataService:
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
         model_revision = self._model_revision(service, revision)
-        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
+        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
         decision = await self.desk.explain(Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys))
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)

@@ -138,7 +138,7 @@ class CacheQueue:
 
     @property
     def num_slots(self) -> int:
-        return int(self._table.matrix.shape[1])
+        return self._table.width
 
     def set_pool(self, pool: Pool) -> None:
         """The workers changed: hits are looked up anew."""
@@ -304,7 +304,7 @@ class CacheQueue:
 
     def refresh(self, requests: Sequence[Waiting], now: float) -> None:
         """Looks the hits up again where they are too old."""
-        width = self._table.matrix.shape[1]
+        width = self._table.width
         if self._hits.shape[1] < width:
             self._hits = np.pad(self._hits, ((0, 0), (0, width - self._hits.shape[1])))
         every = np.arange(width)
