@@ -129,11 +129,11 @@ class _Messages:
 
     def _result(self, block: dict[str, Any], path: str) -> dict[str, Any]:
         _only(block, ("type", "tool_use_id", "content", "is_error", "cache_control"), path)
-        call = block.get("tool_use_id")
+        call = _string(block.get("tool_use_id"), f"{path}.tool_use_id")
         if call not in self._called:
             _refuse(f"{path}.tool_use_id", call, "the id of a tool_use in a message before it is needed")
         failed = block.get("is_error")
-        if failed not in (None, True, False):
+        if failed is not None and not isinstance(failed, bool):
             _refuse(f"{path}.is_error", failed, "true or false is allowed")
         text = _text(block["content"], f"{path}.content") if block.get("content") is not None else ""
         if failed and not text.lower().startswith("error"):

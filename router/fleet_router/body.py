@@ -18,14 +18,15 @@ from fleet_contract.prefix import extend_chain, namespace_hash
 from fleet_contract.wire import encode_ids
 from fleet_router.decide.keys import STRIDE
 from fleet_router.dialects import Dialect, dialect_of
-from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, prompt_of, scalar
+from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
 from fleet_text.chains import ChatChains
 from fleet_text.chat import ChatInputs, PromptError
 from fleet_text.prompt import PromptEncoder
 
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
-INLINE_CHAT_BYTES: Final = 128 << 10  # of a body: chats of longer ones are rendered in a thread too
+INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
 RESERVED_PREFIX: Final = "bootstrap_"
+RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -72,7 +73,7 @@ def parse_body(path: Path, body: bytes) -> Parsed:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
     for name in fields:
-        if name.startswith(RESERVED_PREFIX):
+        if name.startswith(RESERVED_PREFIX) or name in RESERVED_FIELDS:
             raise ApiError(400, f"field {name[:60]!r} is reserved between router and workers; leave it out", code="reserved_field", param=name[:60])
     try:
         model = _model(path, fields)
@@ -104,27 +105,35 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revis
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
         model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
-        chains: of the encoder, where its chats can be cut: then only what is new of a chat is tokenised.
+        chains: chats of before, of the same encoder: only what a chat adds is tokenised.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
-    size = len(parsed.body)
+    size, fields = len(parsed.body), parsed.fields
     estimate = Prompt(max(1, size // 4))
     if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
         return estimate
     try:
-        salt = scalar(parsed.fields, "cache_salt") if "cache_salt" in parsed.fields else None
+        salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
         namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
-        choices = max(_count(parsed.fields, "n"), _count(parsed.fields, "best_of"))  # the runtime computes all of best_of
-        if chains is not None and size <= INLINE_CHAT_BYTES and isinstance(what := prompt_of(parsed.route, parsed.fields), ChatInputs):
-            reading = chains.look(encoder.render_chat(what), namespace)
-            ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
-            return Prompt(len(ids) // 4, ids, keys, choices) if ids else estimate
-        if size > INLINE_BYTES:
-            return await asyncio.to_thread(_encode, parsed, encoder, namespace, choices, chains) or estimate
-        return _encode(parsed, encoder, namespace, choices, chains) or estimate
-    except (TypeError, ValueError, PromptError, RecursionError):
-        return estimate  # malformed in a way that the runtime says best
+        choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
+        if size > INLINE_CHAT_BYTES:
+            ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
+        else:
+            what = prompt_of(parsed.route, fields)
+            if isinstance(what, ChatInputs) and chains is not None:
+                reading, several = chains.look(encoder.render_chat(what), namespace), 1
+                ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
+            elif size > INLINE_BYTES:
+                ids, keys, several = await asyncio.to_thread(_encode, what, encoder, namespace, chains)
+            else:
+                ids, keys, several = _encode(what, encoder, namespace, chains)
+    except (PromptError, TypeError, ValueError, RecursionError):
+        return estimate  # no JSON, or the model's template refuses it: the runtime says why
+    if not several:
+        return estimate
+    choices = min(MAX_CHOICES, choices * several)
+    return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(estimate.tokens, choices=choices)
 
 
 @lru_cache(maxsize=1024)
@@ -132,24 +141,19 @@ def _namespace(model_revision: str, salt: str) -> int:
     return namespace_hash(model_revision, salt=salt)
 
 
-def _encode(parsed: Parsed, encoder: PromptEncoder, namespace: int, choices: int, chains: ChatChains | None) -> Prompt | None:
-    what = prompt_of(parsed.route, parsed.fields)
+def _encode(what: What | None, encoder: PromptEncoder, namespace: int, chains: ChatChains | None) -> tuple[bytes, tuple[int, ...], int]:
+    """Ids (little-endian u32; empty when there is no single prompt), keys, and how many prompts there are; 0 when none can be read."""
     if what is None:
-        return None
+        return b"", (), 0
     if isinstance(what, Several):
-        return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, what.count * choices))
+        return b"", (), what.count
     if isinstance(what, ChatInputs) and chains is not None:
-        packed, keys = chains.read(chains.look(encoder.render_chat(what), namespace))
-        return Prompt(len(packed) // 4, packed, keys, choices) if packed else None
-    ids = _ids(what, encoder)
-    if not ids:
-        return None
-    packed = encode_ids(ids)
-    return Prompt(len(ids), packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), choices)
+        return (*chains.read(chains.look(encoder.render_chat(what), namespace)), 1)
+    packed = encode_ids(_ids(what, encoder))
+    return packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), 1
 
 
 def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int]:
-    """Raises PromptError and whatever a template may raise."""
     if isinstance(what, ChatInputs):
         return encoder.encode_inputs(what)
     return encoder.encode(what.text, add_special_tokens=what.add_special_tokens) if isinstance(what, Text) else what

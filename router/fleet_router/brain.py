@@ -26,10 +26,12 @@ from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Pick, Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
+from fleet_router.engines.base import PolledLoad
 from fleet_router.explain import Choice
 from fleet_router.lease import Lease, Leg, Want
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed, ServiceFacts
+from fleet_router.polled import load_of_others
 from fleet_router.registry import Endpoint, worker_state
 from fleet_router.settings import Settings
 from fleet_router.table import Service, ServiceKey, Table, WorkerView, service_of_record, static_services
@@ -131,7 +133,7 @@ class Brain:
                 worker = self._new_worker(endpoint)
             worker.record = record
             worker.state = worker_state(endpoint, draining=worker.says_draining)
-            worker.drain_deadline = endpoint.pod.drain_deadline if endpoint.pod is not None else None
+            worker.drain_deadline = endpoint.drain_deadline
         self._rebuild()
 
     def take_load(self, topic_uid: str, report: LoadReport) -> None:
@@ -149,6 +151,13 @@ class Brain:
                 self.take_endpoint(self._endpoints[key])
             self._look_soon()
             return
+
+    def take_polled(self, endpoint: Endpoint, polled: PolledLoad) -> None:
+        """What an engine without load reports says when asked."""
+        worker = self._by_endpoint.get(endpoint.key)
+        if worker is not None:
+            worker.load.take_report(load_of_others(polled, worker.load), self.pick_id, self.clock())
+            self._look_soon()
 
     @property
     def synced(self) -> bool:

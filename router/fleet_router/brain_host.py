@@ -20,6 +20,7 @@ class BrainHost:
         self.settings = settings
         self.brain = Brain(settings, counters, asyncio.get_running_loop().time)
         self.registry = Registry(pool, poll_interval_s=settings.poll_interval, on_change=self._endpoint_changed, on_load=self.brain.take_load)
+        self.registry.on_polled = self.brain.take_polled
         self._on_ready = on_ready
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())

@@ -144,9 +144,8 @@ class DeskServer:
 
     def readiness(self) -> dict[str, Any]:
         """Body of /readyz: one edge that serves is enough."""
-        synced, edges = self._brain.synced, len(self._sessions)
-        draining = edges > 0 and all(s.draining for s in self._sessions.values())
-        state = "draining" if draining else "no_edge" if not edges else "ready" if synced else "syncing"
+        synced, draining = self._brain.synced, self._brain.draining
+        state = "draining" if draining else "no_edge" if not self._sessions else "ready" if synced else "syncing"
         return {"status": state, "synced": synced, "draining": draining}
 
     def snapshot(self) -> metrics.Snapshot:
@@ -223,6 +222,7 @@ class DeskServer:
         for number, key in hello.waits:
             self._wait(session, Wait(number, key), bounded=False)
         log.info("edge %d is here", hello.index, extra={"held": len(hello.held)})
+        self._count_draining()
         self._on_timer()
 
     def _lost(self, channel: Channel) -> None:
@@ -234,6 +234,7 @@ class DeskServer:
         log.info("edge %d is gone", session.index, extra=counts)
         for number in [*session.turns, *session.waits, *session.adopted, *session.leases]:
             self._over(session, Over(number))
+        self._count_draining()
         lives = {s.life for s in self._sessions.values()}
         while len(self._reports) > KEPT_LIVES + len(lives):
             life = next(n for n in self._reports if n not in lives)
@@ -393,7 +394,12 @@ class DeskServer:
 
     def _drain(self, session: _Session, message: Draining) -> None:
         session.draining = True
-        self._brain.draining = all(s.draining for s in self._sessions.values())
+        self._count_draining()
+
+    def _count_draining(self) -> None:
+        """The router drains when all its edges do; the last one to leave does not undo it."""
+        if self._sessions:
+            self._brain.draining = all(s.draining for s in self._sessions.values())
 
     # -- leases of before
 

@@ -41,6 +41,7 @@ _REQUEST_ID_CHARS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO
 MAX_REQUEST_ID: Final = 128
 RESERVED_FILES: Final = 128  # for what is no client's: logs, link, questions to workers, idle connections, refusals
 FILES_PER_REQUEST: Final = 3  # the client's connection and two legs
+TABLE_WAIT_S: Final = 5.0
 
 
 def make_request_id(given: bytes | None) -> str:
@@ -132,9 +133,13 @@ class RemoteEdge(Edge):
         self._own_link = LinkServer(lambda: Channel(lambda c, m: None, lambda c: None, self._answer))
 
     async def start(self, data: socket.socket, link_name: str, own_link: socket.socket) -> None:
-        """Connects to the brain, then opens the data port. `own_link`: where the control process asks while there is no brain."""
+        """Opens the data port once the brain has told its table: until then other edges serve.
+
+        `own_link`: where the control process asks while there is no brain.
+        """
         self.desk.start(link_name)
         await self._own_link.start(own_link)
+        await self.desk.until_here(TABLE_WAIT_S)
         await self.open(data)
 
     async def close(self) -> None:
@@ -146,7 +151,7 @@ class RemoteEdge(Edge):
         return await self.answers.answer(ask)
 
     def _worker_ready(self, view: WorkerView) -> None:
-        self.encoders.want(view.record.model_revision, view.host, view.port)
+        self.encoders.want(view.record, view.host)
 
 
 async def serve(handover: Handover) -> int:

@@ -8,6 +8,7 @@ name which picks their load reports hold, and must not take them for a brain's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -107,6 +108,7 @@ class RemoteDesk:
         self._held: dict[int, _Holding] = {}
         self._asked: dict[int, tuple[Want, asyncio.Future[Lease | NoWorker | None]]] = {}  # None: the brain is gone
         self._waits: dict[int, tuple[ServiceKey, asyncio.Future[None]]] = {}
+        self._is_here = asyncio.Event()  # the table of a brain that knows all
         self._timer: asyncio.TimerHandle | None = None
         self._line: asyncio.Task[None] | None = None
 
@@ -115,6 +117,12 @@ class RemoteDesk:
     def start(self, link_name: str) -> None:
         """Keeps a connection from now on."""
         self._line = self._loop.create_task(keep_connected(link_name, self.make_channel))
+
+    async def until_here(self, limit_s: float) -> None:
+        """Waits for the table of a brain that knows all, not longer than that: then what there is has to do."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._is_here.wait()
 
     def make_channel(self) -> Channel:
         """The edge's end of a connection to the brain."""
@@ -288,7 +296,7 @@ class RemoteDesk:
         elif isinstance(message, TableNews):
             self._take_table(message)
         elif isinstance(message, Pulse):
-            self._synced = message.synced
+            self._set_synced(message.synced)
         elif isinstance(message, Welcome):
             log.info("the deciding process decides", extra={"pick_id": message.pick_id})
             self._pick_id = message.pick_id
@@ -297,6 +305,11 @@ class RemoteDesk:
             self._numbers.clear()
         else:
             raise ValueError(f"{type(message).__name__} is not for an edge")
+
+    def _set_synced(self, value: bool) -> None:
+        self._synced = value
+        if value and self._channel is not None and self._version >= 0:
+            self._is_here.set()
 
     def _take_answer(self, message: Granted | NoWorker | Refused) -> None:
         """Of a brain to an Acquire or a Wait; whoever asked may have left."""
@@ -316,7 +329,7 @@ class RemoteDesk:
     def _take_table(self, news: TableNews) -> None:
         if self._version < 0:
             self._start_table(news.changed)
-        self._version, self._synced = news.version, news.synced
+        self._version = news.version
         if news.services is not None:
             self._facts = news.services
         for number in news.gone:
@@ -324,6 +337,7 @@ class RemoteDesk:
         for facts in news.changed:
             self._take_worker(facts)
         self.table.rebuild(self._facts, list(self._views.values()))
+        self._set_synced(news.synced)
         for _, waiter in self._waits.values():
             if not waiter.done():
                 waiter.set_result(None)

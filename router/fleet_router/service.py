@@ -28,7 +28,8 @@ from fleet_router.desk import Desk
 from fleet_router.dialects import OLLAMA, OPENAI
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
-from fleet_router.http_server import Exchange, Head, Request
+from fleet_router.http_head import Head
+from fleet_router.http_server import Exchange, Request
 from fleet_router.lease import Lease, Want
 from fleet_router.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
@@ -266,7 +267,7 @@ class DataService:
         """Of the revision's ready workers; asks for its tokenizer when it is not here."""
         for w in service.workers:
             if w.routable and w.record.revision == revision:
-                self.encoders.want(w.record.model_revision, w.host, w.port)
+                self.encoders.want(w.record, w.host)
                 return str(w.record.model_revision)
         return ""
 

@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from fleet_contract import names
 from fleet_contract.access import check_tls_files, parse_keys, parse_origins
 from fleet_contract.cpus import find_threads
+from fleet_router.target import BadTarget, Target, parse_target
 
 MAX_QUEUE_TIMEOUT_S = 30.0
 MAX_WORKERS = 64
@@ -140,16 +140,12 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
 _POD_DEFAULTS: Final = {"drain_delay": POD_DRAIN_DELAY_S, "drain_timeout": POD_DRAIN_TIMEOUT_S}
 
 
-def split_url(url: str) -> tuple[str, int]:
-    """Host and port of a static worker. Raises BadFlag."""
+def split_url(url: str) -> Target:
+    """A static worker. Raises BadFlag."""
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as e:
-        raise BadFlag(f"--static has {url!r}: {e}") from e
-    if parts.scheme != "http" or not host or not port or parts.path not in ("", "/") or parts.query or parts.username:
-        raise BadFlag(f"--static has {url!r}; http://HOST:PORT of a runtime's internal port is allowed, as in http://127.0.0.1:40001")
-    return host, port
+        return parse_target(url)
+    except BadTarget as e:
+        raise BadFlag(f"--static has {e}") from e
 
 
 class _Parser(argparse.ArgumentParser):
@@ -165,7 +161,13 @@ def build_parser() -> argparse.ArgumentParser:
     where = p.add_argument_group("where workers come from (one of)")
     where.add_argument("--kubernetes", action="store_true", help="InferenceServices and worker pods of the cluster")
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="with --kubernetes: this file instead of the pod's service account")
-    where.add_argument("--static", action="append", default=[], metavar="URL[,URL...]", help="internal URLs of runtimes; may be repeated")
+    where.add_argument(
+        "--static",
+        action="append",
+        default=[],
+        metavar="URL[,URL...]",
+        help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated",
+    )
     for title, flags in _FLAGS.items():
         group = p.add_argument_group(title)
         for name, read, unit, text in flags:
@@ -205,8 +207,9 @@ def parse(argv: Sequence[str]) -> Settings:
         raise BadFlag("give one of --kubernetes and --static URL[,URL...]: where do workers come from?")
     if a["kubeconfig"] and not a["kubernetes"]:
         raise BadFlag("--kubeconfig needs --kubernetes")
-    for url in urls:
-        split_url(url)
+    keys = [split_url(url).key for url in urls]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise BadFlag(f"--static names {', '.join(twice)} more than once")
     for name, in_pod in _POD_DEFAULTS.items():
         if a[name] is None:
             a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)

@@ -81,7 +81,7 @@ class Single(Edge):
 
     def _worker_ready(self, endpoint: Endpoint) -> None:
         assert endpoint.record is not None
-        self.encoders.want(endpoint.record.model_revision, endpoint.host, endpoint.port)
+        self.encoders.want(endpoint.record, endpoint.host)
 
 
 async def serve(handover: Handover) -> int:

@@ -208,7 +208,7 @@ def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def _bound(family: int, address: Any, *, shared: bool = False) -> socket.socket:
-    s = socket.socket(family, socket.SOCK_STREAM)
+    s = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sends small pieces at once only where it knows that
     try:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:

@@ -103,7 +103,10 @@ def test_ports_and_flags_are_those_of_the_contract(tmp_path: Path) -> None:
     (router,) = found["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
     assert ports == {"data": names.ROUTER_DATA_PORT, "control": names.ROUTER_CONTROL_PORT}
-    assert router["args"] == ["--kubernetes", "--data-port", str(names.ROUTER_DATA_PORT), "--control-port", str(names.ROUTER_CONTROL_PORT)]
+    ports_of_it = ["--data-port", str(names.ROUTER_DATA_PORT), "--control-port", str(names.ROUTER_CONTROL_PORT)]
+    assert router["args"] == ["--kubernetes", *ports_of_it, "--workers", "1"]
+    (router,) = objects(tmp_path, "--set", "router.workers=auto")["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]
+    assert router["args"][-1] == "auto"
     (operator,) = found["Deployment", "radixfleet-operator"]["spec"]["template"]["spec"]["containers"]
     assert operator["args"][:2] == ["--runtime-image=my/runtime:2", "--image-pull-policy=Never"]
     assert operator["ports"] == [{"name": "health", "containerPort": names.OPERATOR_HEALTH_PORT}]
@@ -156,6 +159,7 @@ def test_with_namespaces_the_operator_gets_roles_there_and_no_cluster_role(tmp_p
         ("images.operator=", "operator"),
         ("operator.replicas=-1", "replicas"),
         ("router.service.type=Magic", "type"),
+        ("router.workers=0", "workers"),
         ("no.such=1", "no"),
         ("router.corsOrigins={a.example}", "corsOrigins"),
     ],
@@ -169,5 +173,5 @@ def test_every_value_is_commented_and_has_a_schema() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     for before, line in itertools.pairwise(lines):
         leaf = line.strip()
-        if leaf.startswith(("replicas:", "logLevel:", "watchNamespaces:", "resources:", "type:", "imagePullPolicy:", "extraArgs:")):
+        if leaf.startswith(("replicas:", "logLevel:", "watchNamespaces:", "resources:", "type:", "imagePullPolicy:", "extraArgs:", "workers:")):
             assert before.strip().startswith("#"), line

@@ -13,6 +13,7 @@ from fleet_router.link import listen
 from fleet_router.settings import Settings, parse
 from fleet_router.single import Single
 from fleet_router.supervisor import bind
+from fleet_testing.engines.server import FakeEngine
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_fleet import Fleet, MakeFleet
 from fleet_testing.router_process import RouterProcess, until
@@ -80,3 +81,31 @@ async def make_router(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[R
 @pytest.fixture
 def settings_of() -> Callable[..., Settings]:
     return lambda *flags: parse(flags)
+
+
+@pytest.fixture
+async def start_engine() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """Starts a scripted engine of another kind that was made, and ends it."""
+    started: list[FakeEngine] = []
+
+    async def start(engine: FakeEngine) -> FakeEngine:
+        started.append(engine)
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in started:
+        await engine.stop()
+
+
+@pytest.fixture
+def front(make_fleet: MakeFleet) -> Callable[..., Awaitable[Fleet]]:
+    """An edge in front of workers named by URL; waits until so many are ready (all of them by default)."""
+
+    async def make(*urls: str, ready: int | None = None, **settings: Any) -> Fleet:
+        fleet = await make_fleet(wait=False, static=urls, **settings)
+        wanted = len(urls) if ready is None else ready
+        await until(lambda: fleet.ready() == wanted, "the workers are ready")
+        return fleet
+
+    return make

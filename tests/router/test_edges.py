@@ -173,13 +173,15 @@ async def test_r30_a_killed_brain_costs_no_request_and_the_next_one_knows_what_r
     metrics = await router.metrics()
     assert metrics["safe_picks_total"] >= 1 and metrics["brain_lost_total"] == 2 and metrics["waiting"] == 0
     assert all(w["inflight"] == w["pend"] == w["run"] == 0 for w in (await router.get("/workers"))["workers"])
+    children = psutil.Process(router.process.pid).children()
+    os.kill(router.process.pid, signal.SIGKILL)
+    await all_gone(children)
 
 
 @pytest.mark.processes
 @pytest.mark.rule("R16")
-async def test_a_killed_edge_takes_only_its_own_clients_with_it_and_its_counts_are_given_back(
-    make_worker: MakeWorker, make_router: MakeRouter
-) -> None:
+@pytest.mark.rule("R38")
+async def test_a_killed_edge_takes_only_its_own_clients_with_it_and_a_drain_takes_none(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     workers = [await make_worker()]
     router = await make_two(make_router, workers)
     async with Fresh(router) as fresh:
@@ -201,60 +203,58 @@ async def test_a_killed_edge_takes_only_its_own_clients_with_it_and_its_counts_a
         cut = [r for r in ended if isinstance(r, httpx.HTTPError)]
         assert (len(cut), len(whole)) == (mine[0], mine[1])
         assert await fresh.chats(10) == [200] * 10
-    await until_async(lambda: has_requests(router, 4 + 30 + mine[1] + 10), "what the dead edge counted stays counted")
-    await router.until_idle()
+        await until_async(lambda: has_requests(router, 4 + 30 + mine[1] + 10), "what the dead edge counted stays counted")
+        await router.until_idle()
+        await drains_without_a_loss(router, fresh, workers)
 
 
 @pytest.mark.processes
-@pytest.mark.rule("R38")
-async def test_r38_a_drain_ends_edges_then_control_then_brain_and_cuts_no_stream(make_worker: MakeWorker, make_router: MakeRouter) -> None:
-    workers = [await make_worker()]
-    router = await make_two(make_router, workers)
-    async with Fresh(router) as fresh:
-        tasks, go = await streams(fresh, workers, 8)
-        brain = router.child(BRAIN)
-        assert brain is not None
-        router.process.send_signal(signal.SIGTERM)
-
-        async def refused() -> bool:
-            with contextlib.suppress(ConnectionResetError):
-                try:
-                    _, writer = await asyncio.open_connection("127.0.0.1", router.data_port)
-                except ConnectionRefusedError:
-                    return True
-                writer.close()
-            return False
-
-        await until_async(refused, "no edge accepts any more")
-        ready = await router.http.get(f"{router.control}/readyz")
-        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
-        assert brain.is_running() and not any(t.done() for t in tasks)
-        go.set()
-        assert [r.content for r in await asyncio.gather(*tasks)] == [b"".join(PIECES)] * 8
-    await until(lambda: router.process.poll() is not None, "the router ends")
-    assert router.process.returncode == 0
-    assert "is restarted" not in router.log.read_text() and "is gone: workers are" not in router.log.read_text()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("how", ["second signal", "killed"])
-async def test_nothing_is_left_behind(how: str, make_worker: MakeWorker, make_router: MakeRouter) -> None:
+async def test_a_second_signal_ends_all_processes_at_once(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     workers = [await make_worker()]
     router = await make_two(make_router, workers)
     children = psutil.Process(router.process.pid).children()
-    assert len(children) == 4
     async with Fresh(router) as fresh:
         tasks, _ = await streams(fresh, workers, 2)
-        if how == "killed":
-            os.kill(router.process.pid, signal.SIGKILL)
-        else:
-            router.process.send_signal(signal.SIGTERM)
-            await until(lambda: "draining" in router.log.read_text(), "it drains")
-            router.process.send_signal(signal.SIGTERM)
+        router.process.send_signal(signal.SIGTERM)
+        await until(lambda: "draining" in router.log.read_text(), "it drains")
+        router.process.send_signal(signal.SIGTERM)
         await until(lambda: router.process.poll() is not None, "the router ends", 5)
         await asyncio.gather(*tasks, return_exceptions=True)
+    assert router.process.returncode == 1
+    await all_gone(children)
+
+
+async def all_gone(children: list[psutil.Process]) -> None:
     gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
     assert len(gone) == 4 and not alive
+
+
+async def drains_without_a_loss(router: RouterProcess, fresh: Fresh, workers: list[FakeWorker]) -> None:
+    """SIGTERM while streams run: edges, then control, then the brain."""
+    tasks, go = await streams(fresh, workers, 8)
+    brain, log_before = router.child(BRAIN), router.log.read_text()
+    assert brain is not None
+    router.process.send_signal(signal.SIGTERM)
+
+    async def refused() -> bool:
+        with contextlib.suppress(ConnectionResetError):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", router.data_port)
+            except ConnectionRefusedError:
+                return True
+            writer.close()
+        return False
+
+    await until_async(refused, "no edge accepts any more")
+    ready = await router.http.get(f"{router.control}/readyz")
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+    assert brain.is_running() and not any(t.done() for t in tasks)
+    go.set()
+    assert [r.content for r in await asyncio.gather(*tasks)] == [b"".join(PIECES)] * 8
+    await until(lambda: router.process.poll() is not None, "the router ends")
+    assert router.process.returncode == 0
+    log = router.log.read_text().removeprefix(log_before)
+    assert "is restarted" not in log and "deciding process is gone" not in log
 
 
 def test_a_port_that_another_router_has_is_not_shared_with_it() -> None:

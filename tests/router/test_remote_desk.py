@@ -158,8 +158,8 @@ def apply(world: World, op: tuple[Any, ...]) -> None:
     leases, views = world.leases(), sorted(world.views().items())
     lease = leases[op[1] % len(leases)] if leases and kind in ("first", "leg", "release", "cached", "step") else None
     if kind == "acquire":
-        _, prompt, prefix, exclude = op
-        w = want(prompt, prefix=prefix, exclude=[v for n, (_, v) in enumerate(views) if n == exclude])
+        _, prompt, prefix, exclude, *flags = op
+        w = want(prompt, prefix=prefix, exclude=[v for n, (_, v) in enumerate(views) if n == exclude], **dict.fromkeys(flags, True))
         world.asked.append(loop.create_task(world.desk.acquire(w, 5.0)))
     elif kind == "cancel" and world.asked:
         world.asked[op[1] % len(world.asked)].cancel()
@@ -204,7 +204,7 @@ def apply(world: World, op: tuple[Any, ...]) -> None:
 small = st.integers(0, 5)
 OPS = st.one_of(
     st.tuples(st.just("acquire"), st.sampled_from((40, 700, 3000)), st.integers(0, 2), st.integers(0, 9)),
-    st.tuples(st.just("acquire"), st.just(3000), st.just(1), st.just(9)),
+    st.tuples(st.just("acquire"), st.just(3000), st.just(1), st.just(9), st.sampled_from(("silent", "any_role", "prompt_only"))),
     st.tuples(st.sampled_from(("first", "release")), small),
     st.tuples(st.sampled_from(("leg", "cached", "step", "blame")), small, st.integers(0, 3)),
     st.tuples(st.sampled_from(("cancel", "wait", "stop waiting", "health")), small),

@@ -52,7 +52,7 @@ class AnthropicTool(BaseModel):
     strict: StrictBool | None = None
     cache_control: JsonObject | None = None
     eager_input_streaming: StrictBool | None = None  # inputs are always streamed as they come
-    defer_loading: Literal[False] | None = None
+    defer_loading: validate.Off | None = None
     allowed_callers: Items[Literal["direct"]] | None = None
 
 

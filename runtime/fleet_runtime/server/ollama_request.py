@@ -63,8 +63,8 @@ class _Generating(_Request):
     think: Any = None
     logprobs: StrictBool = False
     top_logprobs: Logprobs = 0
-    truncate: Literal[False] | None = None  # a prompt that is too long is refused, never cut
-    shift: Literal[False] | None = None
+    truncate: validate.Off = False  # a prompt that is too long is refused, never cut
+    shift: validate.Off = False
 
 
 class OllamaChat(_Generating):

@@ -145,7 +145,11 @@ class FakeWorker:
             )
         )
         load_port = self._load.bind_to_random_port("tcp://127.0.0.1")
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        try:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        except OSError:
+            self._context.destroy(linger=0)
+            raise
         port = self._server.sockets[0].getsockname()[1]
         ports = Ports(internal=port, data=port, bootstrap=port + 1 if role != "decode" and port < 65535 else 0, load=load_port)
         self.record = msgspec.structs.replace(self.record, ports=ports)
