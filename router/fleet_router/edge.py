@@ -25,7 +25,8 @@ from fleet_router.dialects import dialect_of
 from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
-from fleet_router.http_server import DataProtocol, Limits, ServerState
+from fleet_router.http_request import Limits
+from fleet_router.http_server import DataProtocol, ServerState
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters

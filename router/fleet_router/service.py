@@ -29,7 +29,8 @@ from fleet_router.dialects import OLLAMA, OPENAI
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_head import Head
-from fleet_router.http_server import Exchange, Request
+from fleet_router.http_request import Request
+from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Want
 from fleet_router.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
