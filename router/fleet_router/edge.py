@@ -35,6 +35,7 @@ from fleet_router.remote_desk import RemoteDesk
 from fleet_router.service import DataService
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
+from fleet_router.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Edge:
         self.counters: Counters = desk.counters
         self.encoders = Encoders(pool)
         self.access = Access(settings, asyncio.get_running_loop().time, share=1 / max(1, settings.workers))
-        self.service = DataService(settings, desk, self.encoders, pool, self.access)
+        self.traces = Traces(settings.otlp_endpoint, settings.router_id) if settings.otlp_endpoint else None
+        self.service = DataService(settings, desk, self.encoders, pool, self.access, self.traces)
         self.answers = EdgeAnswers(self.service)
         self.server_state = ServerState(
             Limits(
@@ -118,6 +120,8 @@ class Edge:
 
     async def close(self) -> None:
         await self.access.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.encoders.close()
         await self.pool.close()
 
