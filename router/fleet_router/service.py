@@ -238,7 +238,7 @@ class DataService:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
-            service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA)
+            service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=trail.caller)
             trail.caller.check_model(parsed.model, service.facts.key, self.desk.table.names)
             excluded = _excluded(parsed.route, service, trail.excluded or ())
             revision = self.desk.choose_revision(service, excluded) if trail.revision is None else trail.revision
@@ -271,8 +271,11 @@ class DataService:
                 raise errors.no_ready_worker(service.label, loop.time() - began)
             await self.desk.wait_change(service, left)
 
-    def find(self, model: str, *, ollama: bool = False) -> Service[Any]:
-        """The service of a name; of no name when there is only one service. Raises 404. Args: ollama: its clients write a tag or leave it out."""
+    def find(self, model: str, *, ollama: bool = False, caller: Caller | None = None) -> Service[Any]:
+        """The service of a name; of no name when there is only one service. Raises 404.
+
+        Args: ollama: its clients write a tag or leave it out. caller: who is told the names that it may use.
+        """
         table = self.desk.table
         service = table.resolve(model)
         if service is None and ollama:
@@ -286,7 +289,7 @@ class DataService:
                 raise ApiError(
                     503, "this router does not know its services yet; try again", type=contract_errors.OVERLOADED, code="not_synced", retry_after_s=1
                 )
-            raise errors.unknown_model(model, table.names)
+            raise errors.unknown_model(model, table.names if caller is None else local.names(table, caller))
         return service
 
     def _model_revision(self, service: Service[Any], revision: str) -> str:
