@@ -25,7 +25,8 @@ from fleet_router.dialects import dialect_of
 from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
-from fleet_router.http_server import DataProtocol, Limits, ServerState
+from fleet_router.http_request import Limits
+from fleet_router.http_server import DataProtocol, ServerState
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters
@@ -34,6 +35,7 @@ from fleet_router.remote_desk import RemoteDesk
 from fleet_router.service import DataService
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
+from fleet_router.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,8 @@ class Edge:
         self.counters: Counters = desk.counters
         self.encoders = Encoders(pool)
         self.access = Access(settings, asyncio.get_running_loop().time, share=1 / max(1, settings.workers))
-        self.service = DataService(settings, desk, self.encoders, pool, self.access)
+        self.traces = Traces(settings.otlp_endpoint, settings.router_id) if settings.otlp_endpoint else None
+        self.service = DataService(settings, desk, self.encoders, pool, self.access, self.traces)
         self.answers = EdgeAnswers(self.service)
         self.server_state = ServerState(
             Limits(
@@ -117,6 +120,8 @@ class Edge:
 
     async def close(self) -> None:
         await self.access.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.encoders.close()
         await self.pool.close()
 
