@@ -11,6 +11,7 @@ from fleet_router.decide.keys import STRIDE
 from fleet_router.http_client import Pool, fetch
 from fleet_text.chains import ChatChains, find_cut
 from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError
+from fleet_text.words import find_words
 
 log = logging.getLogger(__name__)
 
@@ -74,4 +75,4 @@ class Encoders:
 def _open(data: bytes) -> tuple[PromptEncoder, ChatChains | None]:
     encoder = PromptEncoder.from_zip(data)
     cut = find_cut(encoder)
-    return encoder, ChatChains(encoder, cut, stride=STRIDE) if cut is not None else None
+    return encoder, ChatChains(encoder, cut, stride=STRIDE, words=find_words(encoder)) if cut is not None else None

@@ -31,6 +31,7 @@ from fleet_router.settings import Settings
 from fleet_text.chains import ChatChains, find_cut
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError
+from fleet_text.words import find_words
 
 ROUNDS: Final = 5
 REVISION: Final = "00112233445566aa"
@@ -123,7 +124,7 @@ class Rig:
         self.streams: list[Connection] = []
         if encoder is not None:
             cut = find_cut(encoder)
-            self.edge.encoders.put(REVISION, encoder, ChatChains(encoder, cut, stride=STRIDE) if cut is not None else None)
+            self.edge.encoders.put(REVISION, encoder, ChatChains(encoder, cut, stride=STRIDE, words=find_words(encoder)) if cut is not None else None)
         for n in range(WORKERS):
             self._add_worker(9000 + n)
 
