@@ -227,7 +227,9 @@ def stages(rig: Rig, encoder: PromptEncoder | None, count: int) -> list[tuple[st
             chains.read(chains.look(text, 1))
             out.append(("token ids and keys, a new question", best_us(lambda: chains.read(chains.look(f"{text} {next(numbers)}", 1)), count)))
             out.append(("  all of it known", best_us(lambda: chains.read(chains.look(text, 1)), count)))
-        out.append(("  nothing known", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
+        if (words := find_words(encoder)) is not None:
+            out.append(("  a new text of known words", best_us(lambda: words.encode(text), count)))
+        out.append(("  a new text, without a table of words", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
         prompt = cast(Prompt, finished(read_prompt(parsed, encoder, REVISION, chains)))
     service = next(iter(rig.edge.brain.table.services.values()))
     want = Want(service.facts.key, prompt.tokens, 16, "r1", prompt.keys, silent=True)
