@@ -45,8 +45,10 @@ class Round:
 
 def chats(r: Round, key: str = "chats") -> Figures:
     """Requests a second and their times, 32 connections, whole answers."""
+    before = cpu_s(r.server)
     load = run_wrk(r.tools, r.server.url, script(CHATS, start=r.start), connections=CONNECTIONS, seconds=r.seconds)
-    return {f"{key}-rate": load.per_second, f"{key}-p50": load.p50_us, f"{key}-p99": load.p99_us}
+    cpu_us = 1e6 * (cpu_s(r.server) - before) / load.requests
+    return {f"{key}-rate": load.per_second, f"{key}-p50": load.p50_us, f"{key}-p99": load.p99_us, f"{key}-cpu": cpu_us}
 
 
 def chats_bytes(r: Round) -> Figures:
