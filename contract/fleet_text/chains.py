@@ -42,15 +42,17 @@ class _Node:
 
     def __init__(self, number: int, ids: bytes, before: _Node | int, stride: int) -> None:
         """Args: before: the piece before, or the namespace where the chain begins."""
-        last, pages, rest = (before, 0, b"") if isinstance(before, int) else (before.last, before.pages, before.rest)
+        last: int = before if isinstance(before, int) else before.last
+        pages: int = 0 if isinstance(before, int) else before.pages
+        rest: bytes = b"" if isinstance(before, int) else before.rest
         data = rest + ids
         hashes = extend_chain(last, data)
         self.number = number
         self.ids = ids  # little-endian u32, of this piece
         self.keys = tuple(hashes[(stride - 1 - pages) % stride :: stride])  # of the blocks that end in this piece
-        self.last = hashes[-1] if hashes else last
-        self.pages = pages + len(hashes)
-        self.rest = data[len(hashes) * _PAGE_BYTES :]  # behind the last whole page
+        self.last: int = hashes[-1] if hashes else last
+        self.pages: int = pages + len(hashes)
+        self.rest: bytes = data[len(hashes) * _PAGE_BYTES :]  # behind the last whole page
         self.size = NODE_BYTES
 
 

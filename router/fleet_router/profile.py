@@ -20,14 +20,15 @@ import uvloop
 
 from fleet_contract.cache_folder import cache_folder
 from fleet_contract.worker import Ports, Profile, WorkerRecord
-from fleet_router.body import CHAT, Prompt, parse_body, read_prompt
+from fleet_router.body import Prompt, parse_body, read_prompt
 from fleet_router.decide.keys import STRIDE
-from fleet_router.edge import Edge
 from fleet_router.http_client import Connection
 from fleet_router.http_server import DataProtocol, Exchange, Request, ServerState
 from fleet_router.lease import Want
+from fleet_router.paths import CHAT
 from fleet_router.registry import Endpoint
 from fleet_router.settings import Settings
+from fleet_router.single import Single
 from fleet_text.chains import ChatChains, find_cut
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError
@@ -118,7 +119,7 @@ class Rig:
 
     def __init__(self, encoder: PromptEncoder | None) -> None:
         self.loop = asyncio.get_running_loop()
-        self.edge = Edge(Settings(static=("http://127.0.0.1:1",)), max_files=1024)
+        self.edge = Single(Settings(static=("http://127.0.0.1:1",)), max_files=1024)
         self.edge.encoders.want = lambda *args: None  # type: ignore[method-assign]  # nobody is asked
         self.connections: list[Connection] = []
         self.streams: list[Connection] = []

@@ -67,7 +67,7 @@ class Speed:
 class Pick:
     """One request of ours on one worker, from the choice to its end."""
 
-    number: int
+    number: int  # below 0: adopted
     pend_tokens: int  # uncached prompt tokens
     prompt_tokens: int  # of context, once it runs; 0 on a worker that only computes the prompt
     room_tokens: int  # prompt and expected answer
@@ -194,6 +194,7 @@ class SlotLoad:
     learn: bool = True
     picks: dict[int, Pick] = field(default_factory=dict)
     next_number: int = 0
+    next_adopted: int = -1
     report: LoadReport | None = None
     report_at: float = 0.0
     pend: int = 0
@@ -216,6 +217,16 @@ class SlotLoad:
         self.next_number += 1
         self.picks[pick.number] = pick
         self._count(pick, 1)
+        self.refresh()
+        return pick
+
+    def adopt(self, pend_tokens: int, prompt_tokens: int, room_tokens: int, now: float, *, started: bool) -> Pick:
+        """Counts a request that runs there already and was picked under another name: every report of the worker holds it."""
+        pick = Pick(self.next_adopted, pend_tokens, prompt_tokens, room_tokens, now, started, ours=self.report is None)
+        self.next_adopted -= 1
+        self.picks[pick.number] = pick
+        if pick.ours:
+            self._count(pick, 1)
         self.refresh()
         return pick
 
@@ -248,7 +259,7 @@ class SlotLoad:
         self.report, self.report_at = report, now
         seen: Seen | None = report.seen.get(router_id)
         for number, pick in self.picks.items():
-            pick.ours = seen is None or number > seen.up_to or number in seen.missing
+            pick.ours = number >= 0 and (seen is None or number > seen.up_to or number in seen.missing)
         self._set(self.recount())
         self.table.report_expires(now + REPORT_LIFE_S)
 
