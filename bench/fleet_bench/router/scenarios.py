@@ -66,11 +66,11 @@ def chunks(r: Round) -> Figures:
 
 
 def turns(r: Round, key: str = "turns") -> Figures:
-    """What the router adds to the time of a request, one connection; against the same requests sent to a worker itself."""
+    """What the router adds to the median time of a request, one connection; against the same requests sent to a worker itself."""
     text = script(TURNS, start=r.start)
     direct = run_wrk(r.tools, r.worker_url, text, connections=1, seconds=max(1.0, r.seconds / 3))
     load = run_wrk(r.tools, r.server.url, text, connections=1, seconds=r.seconds)
-    return {key: load.mean_us - direct.mean_us}
+    return {key: load.p50_us - direct.p50_us}
 
 
 def turns_bytes(r: Round) -> Figures:
