@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
 import socket
 import sys
 from typing import Final
@@ -26,6 +25,7 @@ from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import DataProtocol, Limits, ServerState
+from fleet_router.identifiers import random_hex
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters
@@ -48,7 +48,7 @@ def make_request_id(given: bytes | None) -> str:
     """The client's X-Request-Id when it is sane, else a new one."""
     if given and len(given) <= MAX_REQUEST_ID and _REQUEST_ID_CHARS.issuperset(given):
         return given.decode("ascii")
-    return "req-" + secrets.token_hex(12)
+    return "req-" + random_hex(12)
 
 
 def max_connections(max_files: int) -> int:
