@@ -145,16 +145,27 @@ class Rig:
 
         connection.connection_made(Wire(answer))
         self.edge.pool.keep(connection)
+        self.connections.append(connection)
+
+    def _stay(self) -> None:
+        """Kept connections are not too old to be used, whatever was measured since."""
+        for connection in self.connections:
+            connection.idle_since = self.loop.time()
 
     async def whole_us(self, count: int) -> float:
         """Requests one after another, from a client's bytes to its answer's."""
+        self._stay()
         requests = [request(chat(n)) for n in range(count)]
         done: asyncio.Future[None] = self.loop.create_future()
         left = iter(requests[1:])
+        refused = b""
 
         def on_answer(data: bytes) -> None:
+            nonlocal refused
             following = next(left, None)
-            if following is not None and data.startswith(b"HTTP/1.1 200"):
+            if not data.startswith(b"HTTP/1.1 200"):
+                refused = data
+            if following is not None and not refused:
                 self.loop.call_soon(client.data_received, following)
             elif not done.done():
                 done.set_result(None)
@@ -165,12 +176,13 @@ class Rig:
         client.data_received(requests[0])
         await done
         used = time.thread_time() - began
-        if next(left, None) is not None:
-            raise RuntimeError("a request was refused")
+        if refused:
+            raise RuntimeError(f"a request was refused: {refused.decode(errors='replace')}")
         return 1e6 * used / count
 
     async def chunk_us(self, count: int) -> float:
         """Chunks of one stream, each for itself."""
+        self._stay()
         client = DataProtocol(self.edge.server_state)
         client.connection_made(Wire(lambda data: None))
         client.data_received(request(chat(0, stream=True)))

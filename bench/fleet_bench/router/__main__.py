@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--peers", default=",".join(PEERS), help="comma-separated choice of: %(default)s; empty: ours alone")
     p.add_argument("--rounds", type=int, default=5, help="rounds of each scenario (default %(default)s; fewer are no claim)")
     p.add_argument("--seconds", type=float, default=5.0, help="of each round of load (default %(default)g)")
-    p.add_argument("--ours-flags", default="", help="more flags of radixfleet-router, such as --workers=2 (default: none)")
+    p.add_argument("--ours-flags", default="--workers=auto", help="more flags of radixfleet-router (default %(default)s)")
     p.add_argument("--memory-requests", type=int, default=scenarios.MEMORY_REQUESTS, help="of the scenario memory (default %(default)s)")
     p.add_argument("--model-folder", type=Path, default=cache_folder() / "models/smollm2-135m-instruct", help="whose tokenizer the workers give")
     p.add_argument("--results", type=Path, default=Path("bench/results"), help="folder for the JSON (default %(default)s)")
