@@ -34,6 +34,7 @@ from fleet_router.remote_desk import RemoteDesk
 from fleet_router.service import DataService
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
+from fleet_text.chains import MAX_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Edge:
         self.desk = desk
         self.pool = pool
         self.counters: Counters = desk.counters
-        self.encoders = Encoders(pool)
+        self.encoders = Encoders(pool, chat_bytes=MAX_BYTES // max(1, settings.workers))
         self.access = Access(settings, asyncio.get_running_loop().time, share=1 / max(1, settings.workers))
         self.service = DataService(settings, desk, self.encoders, pool, self.access)
         self.answers = EdgeAnswers(self.service)
