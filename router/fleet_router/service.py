@@ -77,6 +77,7 @@ class DataService:
         self.desk = desk
         self.encoders = encoders
         self.pool = pool
+        self._loop = pool.loop
         self.aborter = Aborter(pool, desk.counters)
         self.running = Running()
         self.retries = RetryBudget(settings.workers)
@@ -157,7 +158,7 @@ class DataService:
         if self.desk.draining:
             request.keep_alive = False
         klass = caller.class_of(request.header(HEADER_CLASS))
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         caller.count_request(now)
         parsed = parse_body(path, request.body)
         request.body = b""
@@ -183,7 +184,7 @@ class DataService:
             trail.span.end(status, trail.made)
 
     def _trail(self, limit_s: float = 1e9) -> Trail:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         return Trail(now + min(limit_s, self.settings.first_token_timeout), now + min(limit_s, self.settings.queue_timeout))
 
     async def serve(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
@@ -196,7 +197,7 @@ class DataService:
                 trail.caller.settle(trail.charged, 0)
 
     async def _attempts(self, parsed: Parsed, exchange: Exchange, trail: Trail, one: RunningOne) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         began = loop.time()
         prompts: dict[str, Prompt] = {}
         self.retries.request(began)
@@ -235,7 +236,7 @@ class DataService:
 
     async def _lease(self, parsed: Parsed, exchange: Exchange, trail: Trail, prompts: dict[str, Prompt]) -> tuple[Lease, Prompt]:
         """Waits for a service with ready workers, reads the prompt for its revision, and picks."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         began = loop.time()
         while True:
             service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=trail.caller)
@@ -322,7 +323,7 @@ class DataService:
         elsewhere = self.desk.choose_revision(service, excluded) is not None
         if not elsewhere and not (failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable):  # the same workers, a new room
             return False
-        if not self.retries.take(asyncio.get_running_loop().time()):
+        if not self.retries.take(self._loop.time()):
             self.desk.counters.add("retries_refused_total")
             return False
         if elsewhere:
