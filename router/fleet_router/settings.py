@@ -96,7 +96,7 @@ def _count(low: int, high: int) -> Callable[[str], int]:
 
 def _workers(text: str) -> int:
     if text == "auto":
-        return find_threads(0)
+        return min(MAX_WORKERS, find_threads(0))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MAX_WORKERS:
         raise argparse.ArgumentTypeError(f"{text!r} given; a number between 1 and {MAX_WORKERS}, or auto, is allowed")
     return int(text)
