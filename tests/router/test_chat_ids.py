@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fleet_router.body import CHAT, COMPLETIONS, parse_body, read_prompt
+from fleet_contract.wire import encode_ids
+from fleet_router.body import parse_body, read_prompt
+from fleet_router.paths import CHAT, COMPLETIONS
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -47,8 +49,8 @@ def encoder() -> PromptEncoder:
 async def test_router_and_runtime_make_the_same_ids(encoder: PromptEncoder, body: dict[str, Any]) -> None:
     data = json.dumps({"model": "m", **body, "temperature": 1, "metadata": {"a": "b"}}).encode()
     prompt = await read_prompt(parse_body(CHAT, data), encoder, REV)
-    assert prompt.ids == encoder.encode_inputs(chat_inputs(json.loads(data)))
-    assert prompt.ids is not None and prompt.tokens == len(prompt.ids)
+    assert prompt.ids == encode_ids(encoder.encode_inputs(chat_inputs(json.loads(data))))
+    assert prompt.ids and prompt.tokens == len(prompt.ids) // 4
 
 
 @pytest.mark.rule("R1")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationError
 from pydantic_core import PydanticCustomError
 
-from fleet_contract.errors import NOT_FOUND, ApiError
+from fleet_contract.errors import NOT_FOUND, ApiError, shown
 from fleet_contract.openai import (
     MAX_EMBEDDING_INPUTS,
     MAX_PROMPTS,
@@ -24,7 +24,6 @@ from fleet_contract.openai import (
     Message,
     TokenizeRequest,
 )
-from fleet_runtime.server.body import shown
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096
