@@ -1,6 +1,7 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases rules fuzz fuzz-router chaos-router soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay bench-choice bench-runtime format clean
+.PHONY: cases rules fuzz fuzz-router chaos-router soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
+  bench-choice bench-router router-profile bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -60,6 +61,12 @@ replay: setup-python ## the routing rule against seven others in a simulated fle
 
 bench-choice: setup-python ## what a routing decision costs; fails when one is over its bound
 	@$(PYTHON) -m fleet_router.decide.bench
+
+bench-router: setup ## our router beside sglang-router and smg in one run; ARGS='--help' for less
+	@.venv/bin/python -m fleet_bench.router $(ARGS)
+
+router-profile: setup ## where the microseconds of a routed request go, stage by stage
+	@.venv/bin/python -m fleet_router.profile $(ARGS)
 
 bench-runtime: setup ## our runtime beside vLLM and llama.cpp in one run, about an hour on a quiet machine; ARGS='--help' for less
 	@.venv/bin/python -m fleet_bench.peers $(ARGS)

@@ -98,6 +98,13 @@ HEADER_JSON_LENGTH: Final = "X-Radixfleet-Json-Length"
 HEADER_MODEL_REVISION: Final = "X-Radixfleet-Model-Revision"
 CONTENT_TYPE_IDS: Final = "application/vnd.radixfleet.ids"
 
+# Headers, client -> router, and router -> client.
+HEADER_PRIORITY_CLASS: Final = "X-Priority-Class"
+HEADER_TOLD_WORKER: Final = "X-Router-Worker"  # who gives the answer
+HEADER_TOLD_HITS: Final = "X-Router-Hit-Tokens"  # what it should have cached of the prompt
+HEADER_TOLD_QUEUE: Final = "X-Router-Queue-Ms"  # how long the request waited because all were busy
+PRIORITY_CLASSES: Final = ("system", "interactive", "default", "batch")  # highest first
+
 PAGE_SIZE: Final = 16  # tokens
 
 FINISH_REASONS: Final = ("stop", "length", "tool_calls", "content_filter", "abort", "error")

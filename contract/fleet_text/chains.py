@@ -11,6 +11,7 @@ other's ids. May be used by several threads.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -22,8 +23,10 @@ from fleet_contract.prefix import extend_chain
 from fleet_contract.wire import encode_ids
 from fleet_text.prompt import PromptEncoder, PromptError
 
-MAX_BYTES: Final = 256 << 20
-NODE_BYTES: Final = 400  # what a kept piece takes beside its text, ids and keys
+MAX_BYTES: Final = 64 << 20  # of one tokenizer in one process
+NODE_BYTES: Final = 600  # what a kept piece takes beside its text, ids and keys
+SHORT_CHARS: Final = 32  # a last piece up to this is no turn but the begin of the answer: only its ids are kept, once
+MAX_SHORT: Final = 1024
 PROOFS: Final = 48  # random chats and texts that a tokenizer is tried with
 _PAGE_BYTES: Final = 4 * PAGE_SIZE
 
@@ -32,18 +35,23 @@ class _Node:
     """A piece behind all pieces before it."""
 
     __slots__ = ("ids", "keys", "last", "number", "pages", "rest", "size")
+    last: int
+    pages: int
+    rest: bytes
 
     def __init__(self, number: int, ids: bytes, before: _Node | int, stride: int) -> None:
         """Args: before: the piece before, or the namespace where the chain begins."""
-        last, pages, rest = (before, 0, b"") if isinstance(before, int) else (before.last, before.pages, before.rest)
+        last: int = before if isinstance(before, int) else before.last
+        pages: int = 0 if isinstance(before, int) else before.pages
+        rest: bytes = b"" if isinstance(before, int) else before.rest
         data = rest + ids
         hashes = extend_chain(last, data)
         self.number = number
         self.ids = ids  # little-endian u32, of this piece
         self.keys = tuple(hashes[(stride - 1 - pages) % stride :: stride])  # of the blocks that end in this piece
-        self.last = hashes[-1] if hashes else last
-        self.pages = pages + len(hashes)
-        self.rest = data[len(hashes) * _PAGE_BYTES :]  # behind the last whole page
+        self.last: int = hashes[-1] if hashes else last
+        self.pages: int = pages + len(hashes)
+        self.rest: bytes = data[len(hashes) * _PAGE_BYTES :]  # behind the last whole page
         self.size = NODE_BYTES
 
 
@@ -71,6 +79,7 @@ class ChatChains:
         self._stride = stride
         self._max_bytes = max_bytes
         self._nodes: OrderedDict[tuple[int, str], _Node] = OrderedDict()  # by number of the piece before (root: ~namespace), text
+        self._short: dict[str, bytes] = {}
         self._bytes = 0
         self._next = 0
         self._lock = threading.Lock()
@@ -92,11 +101,15 @@ class ChatChains:
 
     def read(self, reading: Reading) -> tuple[bytes, tuple[int, ...]]:
         """Tokenizes what is missing, keeps it, and gives the whole text's ids (little-endian u32) and keys. Takes time for much text."""
-        nodes = reading.nodes
-        for piece in reading.missing:
+        nodes, last = reading.nodes, len(reading.missing) - 1
+        for n, piece in enumerate(reading.missing):
+            before = nodes[-1] if nodes else reading.namespace
+            if n == last and nodes and len(piece) <= SHORT_CHARS:
+                nodes.append(_Node(-1, self._short_ids(piece), before, self._stride))
+                continue
             ids = encode_ids(self._encoder.encode(piece, add_special_tokens=False))
             with self._lock:
-                nodes.append(self._keep(nodes[-1] if nodes else reading.namespace, piece, ids))
+                nodes.append(self._keep(before, piece, ids))
         reading.missing = []
         keys: list[int] = []
         for node in nodes:
@@ -111,13 +124,22 @@ class ChatChains:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def _short_ids(self, piece: str) -> bytes:
+        ids = self._short.get(piece)
+        if ids is None:
+            ids = encode_ids(self._encoder.encode(piece, add_special_tokens=False))
+            if len(self._short) >= MAX_SHORT:
+                self._short.clear()
+            self._short[piece] = ids
+        return ids
+
     def _keep(self, before: _Node | int, piece: str, ids: bytes) -> _Node:
         key = (~before if isinstance(before, int) else before.number, piece)
         node = self._nodes.get(key)
         if node is not None:  # another thread was faster
             return node
         node = _Node(self._next, ids, before, self._stride)
-        node.size += 4 * len(piece) + len(ids) + len(node.rest) + 40 * len(node.keys)
+        node.size += sys.getsizeof(piece) + len(ids) + 40 * len(node.keys)
         self._next += 1
         self._nodes[key] = node
         self._bytes += node.size
@@ -170,8 +192,8 @@ def _holds(encoder: PromptEncoder, cut: str) -> bool:
         text = _render(encoder, random_chat(rng, cut)) if n % 2 else cut.join(_noise(rng, cut) for _ in range(4))
         if text is None:
             continue
-        parts = [encoder.encode(piece, add_special_tokens=False) for piece in cut_text(text, cut)]
-        if sum(parts, []) != encoder.encode(text, add_special_tokens=False):
+        parts = [token for piece in cut_text(text, cut) for token in encoder.encode(piece, add_special_tokens=False)]
+        if parts != encoder.encode(text, add_special_tokens=False):
             return False
     return True
 
@@ -183,7 +205,8 @@ def random_chat(rng: random.Random, cut: str) -> list[Mapping[str, Any]]:
 
 
 _SCRAPS: Final = (
-    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b", "<", "|>", "<|", "ﬁ", "I", "▁",
+    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b",
+    "<", "|>", "<|", "ﬁ", "I", "▁",
 )  # fmt: skip
 
 

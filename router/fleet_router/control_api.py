@@ -14,7 +14,8 @@ from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer, ProbeRequest
 from fleet_router import metrics
-from fleet_router.link import LinkClient, Reply
+from fleet_router.link import LinkClient
+from fleet_router.messages import Reply
 
 JSON: Final = "application/json"
 MAX_PROBE_BYTES: Final = 64 << 10
@@ -81,9 +82,9 @@ def _add_health(app: FastAPI, link: LinkClient) -> None:
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        reply = await link.ask("ready", timeout_s=1.0)
+        reply = await link.ask_ready()
         state = msgspec.json.decode(reply.body, type=dict[str, str | bool])
-        return Response(reply.body, 200 if state.get("status") == "ready" else 503, media_type=JSON)
+        return Response(reply.body, 200 if state.get("status") in ("ready", "degraded") else 503, media_type=JSON)
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
@@ -121,6 +122,14 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
     @app.post("/debug/route")
     async def route(request: Request) -> Response:
         return _answer(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
+
+    @app.post("/flush_cache")
+    async def flush(request: Request) -> Response:
+        return _answer(await link.ask("flush", body=await read_body(request, MAX_PROBE_BYTES), timeout_s=20.0))
+
+    @app.post("/abort_request")
+    async def abort(request: Request) -> Response:
+        return _answer(await link.ask("abort", body=await read_body(request, MAX_PROBE_BYTES), timeout_s=10.0))
 
     @app.get("/debug/queue")
     async def queue() -> Response:

@@ -6,13 +6,12 @@ router itself has to say goes out in the words of the path's dialect.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
-from fleet_contract.names import HEADER_REQUEST_ID
 
 EVENT_STREAM: Final = b"text/event-stream"
 JSON_LINES: Final = b"application/x-ndjson"
@@ -26,7 +25,7 @@ class _Said(msgspec.Struct):
 
     type: str = ""
     done: bool = False
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _said = msgspec.json.Decoder(_Said)
@@ -38,7 +37,7 @@ class Dialect:
     name = "openai"
     stream_type = EVENT_STREAM
     end_name = "[DONE]"  # of a stream, for messages
-    id_headers: tuple[str, ...] = (HEADER_REQUEST_ID,)
+    more_id_header = b""  # that its clients read for the request's id, beside X-Request-Id
     cached_key = b'"cached_tokens":'
     made_key = b'"completion_tokens":'
 
@@ -83,7 +82,7 @@ class Anthropic(Dialect):
 
     name = "anthropic"
     end_name = "message_stop"
-    id_headers = (HEADER_REQUEST_ID, "request-id")  # its clients read the other one
+    more_id_header = b"Request-Id"
     cached_key = b'"cache_read_input_tokens":'
     made_key = b'"output_tokens":'
 

@@ -374,16 +374,25 @@ class _Collect:
 
 
 async def fetch(
-    pool: Pool, host: str, port: int, method: str, path: str, *, body: bytes = b"", timeout_s: float, limit_bytes: int = 1 << 20
-) -> tuple[int, bytes]:
+    pool: Pool, host: str, port: int, method: str, path: str, *,
+    body: bytes = b"", headers: Sequence[tuple[str, str]] = (), timeout_s: float, limit_bytes: int = 1 << 20,
+) -> tuple[int, bytes]:  # fmt: skip
     """One small question to a worker. Raises ApiError when there is no whole answer within the time."""
+    parts = request_parts(host, port, method, path, headers, body, "application/json")
+    return await collect(pool, host, port, parts, what=path, timeout_s=timeout_s, limit_bytes=limit_bytes)
+
+
+async def collect(
+    pool: Pool, host: str, port: int, parts: Sequence[bytes], *, what: str, timeout_s: float, limit_bytes: int = 1 << 20
+) -> tuple[int, bytes]:
+    """Sends a request and gives status and body of its answer. Raises ApiError when there is no whole one within the time."""
     sink = _Collect(limit_bytes)
-    handle = pool.start(host, port, request_parts(host, port, method, path, [], body, "application/json"), sink)
+    handle = pool.start(host, port, parts, sink)
     try:
         async with asyncio.timeout(timeout_s):
             return await sink.future
     except TimeoutError:
-        raise errors.worker_timeout(f"{host}:{port}", f"did not answer {path}", timeout_s, "a fixed limit") from None
+        raise errors.worker_timeout(f"{host}:{port}", f"did not answer {what}", timeout_s, "a fixed limit") from None
     finally:
         handle.close()
 
@@ -392,9 +401,8 @@ def request_parts(
     host: str, port: int, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, content_type: str
 ) -> tuple[bytes, ...]:
     """The bytes of a request: head, and body when there is one."""
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {f'[{host}]' if ':' in host else host}:{port}"]
-    lines += [f"{name}: {value}" for name, value in headers]
-    if body or method == "POST":
-        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"]
-    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    about = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if body or method == "POST" else ""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    head = f"{method} {path} HTTP/1.1\r\nHost: {where}\r\n{lines}{about}\r\n".encode("latin-1")
     return (head, body) if body else (head,)

@@ -36,7 +36,7 @@ class Leg:
     """One worker's part of a lease."""
 
     worker: WorkerView
-    pick_number: int  # of the desk's `pick_id`: the worker echoes it in its load reports
+    pick_number: int  # of the lease's `pick_id`: the worker echoes it in its load reports
     released: bool = False
 
 
@@ -46,6 +46,7 @@ class Lease:
 
     desk: Desk
     number: int  # of this desk, never used again
+    pick_id: str  # whose numbers the picks have: one life of a brain, or of an edge that chose without one
     serving: Leg  # gives the client's answer
     prefill: Leg | None
     prompt_tokens: int

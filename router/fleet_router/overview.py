@@ -11,6 +11,7 @@ from fleet_router import reports
 if TYPE_CHECKING:
     from fleet_router.brain import Brain, Key
     from fleet_router.decide.queue import CacheQueue
+    from fleet_router.metrics import Snapshot
 
 SHOWN_DECISIONS: Final = 20
 SHOWN_WAITING: Final = 100  # requests of each queue
@@ -49,9 +50,8 @@ def _queue(brain: Brain, key: Key, queue: CacheQueue) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def overview(brain: Brain, connections: int) -> dict[str, Any]:
-    """Workers, services, queues, sums since the start, the last decisions."""
-    snapshot = reports.snapshot(brain, connections)
+def overview(brain: Brain, snapshot: Snapshot) -> dict[str, Any]:
+    """Workers, services, queues, sums since the start, the last decisions. Args: snapshot: of all processes."""
     sums = dict.fromkeys(SUMS, 0.0)
     statuses: dict[str, float] = {}
     for counter, labels, value in snapshot.counters:

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fleet_contract.wire import encode_ids
-from fleet_router.body import CHAT, COMPLETIONS, parse_body, read_prompt
+from fleet_router.body import parse_body, read_prompt
+from fleet_router.paths import CHAT, COMPLETIONS
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 

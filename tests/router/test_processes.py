@@ -21,7 +21,7 @@ from fleet_router import settings as router_settings
 from fleet_router.__main__ import main
 from fleet_testing.fake_worker import DEFAULT_STREAM, Script, sse
 from fleet_testing.router_fleet import MakeWorker
-from fleet_testing.router_process import RouterProcess, spawn, until, until_async
+from fleet_testing.router_process import RouterProcess, held_port, spawn, until, until_async
 
 pytestmark = pytest.mark.processes
 
@@ -240,23 +240,21 @@ async def test_a_killed_supervisor_leaves_no_child_behind(make_worker: MakeWorke
 
 @pytest.mark.rule("R40")
 async def test_workers_may_come_after_the_router(make_worker: MakeWorker, make_router: MakeRouter) -> None:
-    first = await make_worker()
-    port = first.port
-    await first.stop()
-    router = await make_router("--static", f"http://127.0.0.1:{port}", ready=False)
+    with held_port() as port:
+        router = await make_router("--static", f"http://127.0.0.1:{port}", ready=False)
 
-    async def not_synced() -> bool:
-        try:
-            return (await router.http.get(f"{router.control}/readyz")).json()["status"] == "syncing"
-        except (httpx.HTTPError, KeyError):
-            return False
+        async def not_synced() -> bool:
+            try:
+                return (await router.http.get(f"{router.control}/readyz")).json()["status"] == "syncing"
+            except (httpx.HTTPError, KeyError):
+                return False
 
-    await until_async(not_synced, "the router says that it has no worker yet")
-    response = await router.chat()
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_synced")
-    await make_worker(port=port)
-    await router.until_workers(1)
-    assert (await router.chat()).status_code == 200
+        await until_async(not_synced, "the router says that it has no worker yet")
+        response = await router.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_synced")
+        await make_worker(port=port)
+        await router.until_workers(1)
+        assert (await router.chat()).status_code == 200
 
 
 @pytest.mark.parametrize(

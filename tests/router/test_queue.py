@@ -330,6 +330,22 @@ def test_pairs_wait_for_an_open_prefill_and_a_decode_with_room() -> None:
     assert fleet.pump("p", 4.0) is not None
 
 
+@pytest.mark.parametrize("decodes", [(), (Member(2, "d", "decode", transfer_backends=("rdma",)),)])
+def test_a_prefill_without_anybody_to_hand_over_to_takes_nothing_that_waits(decodes: tuple[Member, ...]) -> None:
+    fleet = Fleet(random.Random(1).randrange, RULES)
+    for slot in range(3):
+        fleet.add_worker(slot, SPEED, by_history=True, learn=False)
+    fleet.set_pools({"p": Pool((Member(0, "u", "unified"),), (Member(1, "p", "prefill", transfer_backends=("tcp",)),), decodes)})
+    decision = fleet.offer("p", Waiting(Ask(3000, 100), (), 0.0, FOREVER), 0.0)
+    assert decision is not None and (decision.chosen.prefill, decision.chosen.serving) == (None, 0)
+    taken = fleet.take(decision, (), 0.0, key="p")
+    assert fleet.offer("p", Waiting(Ask(100, 100), (), 0.0, FOREVER), 0.0) is None
+    assert fleet.pump("p", 1.0) is None
+    fleet.first_token(taken, 3.0)
+    found = fleet.pump("p", 3.0)
+    assert found is not None and found[1].chosen.serving == 0
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Every accepted request leaves exactly once: taken, too late or withdrawn; all counters follow."""
 

@@ -29,6 +29,13 @@ def test_a_quiet_router_may_retry_a_few_times_and_again_later() -> None:
     assert sum(budget.take(BUDGET_LIFE_S) for _ in range(50)) == int(BUDGET_FLOOR)
 
 
+def test_several_edges_may_retry_as_often_as_one_and_each_at_least_once() -> None:
+    assert RetryBudget(64).take(0.0)
+    for parts in (2, 5):
+        budgets = [RetryBudget(parts) for _ in range(parts)]
+        assert sum(b.take(0.0) for b in budgets for _ in range(50)) == int(BUDGET_FLOOR)
+
+
 @given(st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=200))
 @pytest.mark.rule("R24")
 def test_r24_the_budget_is_never_overspent(steps: list[tuple[float, bool]]) -> None:

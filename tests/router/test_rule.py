@@ -18,8 +18,10 @@ from fleet_router.decide.load import LEARN_LIMIT, REPORT_LIFE_S, SILENT_FACTOR, 
 from fleet_router.decide.rule import (
     DELTA,
     DELTA_MIXED,
+    FEW,
     Ask,
     Chosen,
+    FewTerms,
     Hits,
     Member,
     Pool,
@@ -75,6 +77,33 @@ def total(terms: Terms) -> list[float]:
 
 
 # -- the rule
+
+
+@given(
+    workers=st.lists(
+        st.tuples(st.sampled_from([500.0, 1000.0, 1100.0, 4000.0]), st.integers(0, 5000), st.integers(0, 30), st.integers(0, 1500), st.booleans()),
+        min_size=1, max_size=FEW,
+    ),
+    prompt=st.integers(1, 5000), answer=st.integers(1, 4000), host=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_choice_among_few_is_the_choice_among_many(workers: list[Any], prompt: int, answer: int, host: bool, seed: int) -> None:
+    on = table(*(speed(rate, 6000, per_row=0.001) for rate, *_ in workers))
+    for slot, (_, pend, rows, _, blamed) in enumerate(workers):
+        load(on, slot, pend=pend, rows=rows, room=100 * rows)
+        if blamed:
+            on.slots[slot].set_penalty(1.0)
+    held = hits(*(64 * (hit // 64) for *_, hit, _ in workers))
+    if host:
+        held = Hits(held.gpu, np.arange(16.0) * 64)
+    pool, ask = alone(len(workers)), Ask(prompt, answer)
+    few = choose(on, pool, ask, held, random.Random(seed).randrange)
+    many = choose(on, pool, ask, held, random.Random(seed).randrange, np.ones(16, np.bool_))  # with open slots arrays are used
+    assert few is not None and many is not None and isinstance(few[1], FewTerms) and not isinstance(many[1], FewTerms)
+    assert few[0] == many[0]
+    terms = few[1].as_terms()
+    for name in ("slots", "wait", "work", "decode", "room", "penalty", "total"):
+        assert np.array_equal(getattr(terms, name), getattr(many[1][0], name)), name
 
 
 @pytest.mark.rule("R9")

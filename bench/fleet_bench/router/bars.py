@@ -11,10 +11,10 @@ PEER: Final = "sglang-router"
 
 def _chats(key: str, what: str) -> tuple[Bar, ...]:
     return (
-        Bar(f"{key}-rate", f"{what}: requests", "/s", 2.5, peer=PEER),
+        Bar(f"{key}-rate", f"{what}: rate", "/s", 2.5, peer=PEER),
         Bar(f"{key}-p50", f"{what}: p50", "us", 0.5, peer=PEER, least=False),
         Bar(f"{key}-p99", f"{what}: p99", "us", 0.5, peer=PEER, least=False),
-        Bar(f"{key}-rate", f"{what}: requests", "/s", 1.0, peer="smg", binding=False),
+        Bar(f"{key}-rate", f"{what}: rate", "/s", 1.0, peer="smg", binding=False),
         Bar(f"{key}-p50", f"{what}: p50", "us", 1.0, peer="smg", least=False, binding=False),
     )
 
@@ -24,8 +24,10 @@ BARS: Final = (
     *_chats("chats-bytes", "2.8 KB chats, no tokenizer"),
     Bar("chunks", "processor time of a streamed chunk", "us", 0.7, peer=PEER, least=False),
     Bar("chunks", "processor time of a streamed chunk", "us", 1.0, peer="smg", least=False, binding=False),
-    Bar("turns", "48 KB chats in ten turns: added time", "us", 0.5, peer=PEER, least=False),
-    Bar("turns", "48 KB chats in ten turns: added time", "us", 1.0, peer="smg", least=False, binding=False),
+    Bar("turns", "48 KB chats, ten turns, token ids: added", "us", 0.5, peer=PEER, least=False),
+    Bar("turns", "48 KB chats, ten turns, token ids: added", "us", 1.0, peer="smg", least=False, binding=False),
+    Bar("turns-bytes", "48 KB chats, ten turns, no tokenizer: added", "us", 0.5, peer=PEER, least=False),
+    Bar("turns-bytes", "48 KB chats, ten turns, no tokenizer: added", "us", 1.0, peer="smg", least=False, binding=False),
     Bar("memory", "memory after 200,000 requests", "MiB", 0.5, peer=PEER, least=False),
     Bar("memory", "memory after 200,000 requests", "MiB", 1.0, peer="smg", least=False, binding=False),
     Bar("memory-slope", "growth over the last 100,000 of them", "MiB", 4.0, peer=None, least=False),

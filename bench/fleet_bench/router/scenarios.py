@@ -63,12 +63,17 @@ def chunks(r: Round) -> Figures:
     return {"chunks": 1e6 * used / ((load.requests + unfinished) * CHUNKS)}
 
 
-def turns(r: Round) -> Figures:
+def turns(r: Round, key: str = "turns") -> Figures:
     """What the router adds to the time of a request, one connection; against the same requests sent to a worker itself."""
     text = script(TURNS, start=r.start)
     direct = run_wrk(r.tools, r.worker_url, text, connections=1, seconds=max(1.0, r.seconds / 3))
     load = run_wrk(r.tools, r.server.url, text, connections=1, seconds=r.seconds)
-    return {"turns": load.mean_us - direct.mean_us, "turns-direct": direct.mean_us}
+    return {key: load.mean_us - direct.mean_us}
+
+
+def turns_bytes(r: Round) -> Figures:
+    """The same where our router has no tokenizer."""
+    return turns(r, "turns-bytes")
 
 
 def memory(r: Round, requests: int = MEMORY_REQUESTS) -> Figures:
@@ -94,7 +99,7 @@ def idle_streams(r: Round, count: int = IDLE_STREAMS) -> Figures:
 
 async def _hold_streams(server: Server, count: int) -> int:
     """Opens streams, waits for the first event of each, and gives the router's memory with all of them open."""
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True}).encode()
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True}, separators=(",", ":")).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     writers: list[asyncio.StreamWriter] = []
 
@@ -152,6 +157,7 @@ SCENARIOS: Final = {
     "chats-bytes": Entry(chats_bytes, "plain"),
     "chunks": Entry(chunks, "paced"),
     "turns": Entry(turns),
+    "turns-bytes": Entry(turns_bytes, "plain"),
     "memory": Entry(memory, once=True),
     "idle-streams": Entry(idle_streams, "silent", peers=False, once=True),
     "idle-workers": Entry(idle_workers, "many", peers=False, once=True),

@@ -10,7 +10,7 @@ from typing import Final, cast
 
 import uvloop
 
-from fleet_bench.router.mocks import ABOUT, record
+from fleet_bench.router.mocks import ABOUT, ANSWER, record
 
 EVENT: Final = (
     b'data: {"id":"chatcmpl-123456789","object":"chat.completion.chunk","created":1700000000,"model":"bench",'
@@ -56,13 +56,13 @@ class Streaming(asyncio.Protocol):
         transport = self.transport
         if transport is None:
             return
-        if path.endswith(b"completions"):
+        if path.endswith(b"completions") and b'"stream":true' in data[end:]:
             transport.write(STREAM_HEAD + (b"" if self.chunks else CHUNK))
             if self.chunks:
                 self.made = 0
                 self.loop.call_later(self.pause_s, self.tick)
         else:
-            transport.write(self.answers.get(path) or whole(ABOUT))
+            transport.write(self.answers.get(path) or whole(ANSWER if path.endswith(b"completions") else ABOUT))
 
     def tick(self) -> None:
         """The next event; after the last the end."""

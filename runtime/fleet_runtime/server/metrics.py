@@ -54,7 +54,7 @@ class Metrics:
     completion_tokens: int = 0
     disconnects: int = 0
 
-    def render(self, *, open_requests: int, late_messages: int, ended: Counter[str], scheduler: dict[str, int]) -> str:
+    def render(self, *, open_requests: int, late_messages: int, texts_encoded: int, ended: Counter[str], scheduler: dict[str, int]) -> str:
         """The whole page. `ended`: connections ended by a limit. `scheduler`: counters of the board; names in _total only grow."""
         out: list[str] = []
 
@@ -82,6 +82,7 @@ class Metrics:
         cut = [f'{_PREFIX}connections_ended_total{{limit="{limit}"}} {n}' for limit, n in sorted(ended.items())]
         family("connections_ended_total", "counter", "Connections ended by a limit: header_timeout, header_size, write_timeout.", cut)
         single("late_messages_total", "counter", "Messages for requests that had ended already; they are ignored.", late_messages)
+        single("texts_tokenized_total", "counter", "Texts that this process tokenized; a router's requests bring their ids.", texts_encoded)
         for name, value in scheduler.items():
             kind = "counter" if name.endswith("_total") and name != "pages_total" else "gauge"
             single(name, kind, COUNTERS[name], value)

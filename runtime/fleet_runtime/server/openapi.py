@@ -21,8 +21,9 @@ from fleet_contract.openai import (
 )
 from fleet_runtime.server.anthropic_request import NEUTRAL, CountRequest, MessagesRequest
 from fleet_runtime.server.control import CONTROL_CALLS
-from fleet_runtime.server.ollama_request import LATEST, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
+from fleet_runtime.server.ollama_request import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
 from fleet_runtime.server.ollama_shape import LINES
+from fleet_text.ollama_chat import LATEST
 
 EVENTS: Final = "text/event-stream"
 
