@@ -202,11 +202,14 @@ class Brain:
         if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
-        if self.deciding.pool(key) is None:
+        pool = self.deciding.pool(key)
+        if pool is None:
             return None
+        exclude = frozenset(w.slot for w in want.exclude if not w.removed)
+        if exclude and not pool.without(exclude).is_usable:
+            return self.pick(want)  # the others failed too often of late: still rather one of them than the same again
         now = self.clock()
         future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        exclude = frozenset(w.slot for w in want.exclude if not w.removed)
         request = Waiting(
             _ask(want), want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future),
         )  # fmt: skip

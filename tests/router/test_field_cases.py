@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -289,16 +290,23 @@ async def test_the_gauge_of_requests_in_flight_is_the_truth_at_each_moment(make_
 async def test_a_router_that_ends_is_not_ready_first_and_cuts_nobody(cheap: list[CheapWorker], tmp_path: Path) -> None:
     """Two routers behind a client that asks which are ready, as an endpoint controller does, and is late. Red with `--drain-delay 0`, and with
     the order of `draining = True` and the sleep in `Edge.drain` reversed."""
-    flags = ("--static", ",".join(w.url for w in cheap), "--poll-interval", "0.1", "--drain-delay", "1.0")
+    flags = ("--static", ",".join(w.url for w in cheap), "--poll-interval", "0.1", "--drain-delay", "3.0")
     folders = [tmp_path / f"r{n}" for n in range(3)]
     for folder in folders:
         folder.mkdir()
     routers = [await RouterProcess.start(f, *flags) for f in folders[:2]]
     ready, failed, stop = set(routers), [], asyncio.Event()
 
+    async def answers(http: httpx.AsyncClient, router: RouterProcess) -> bool:
+        try:
+            return (await http.get(f"{router.control}/readyz")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
     async def watch() -> None:
+        http = httpx.AsyncClient(trust_env=False)
         while not stop.is_set():
-            now = {r for r in routers if await r.is_ready()}
+            now = {r for r in routers if await answers(http, r)}
             await asyncio.sleep(0.3)  # the balancer hears of it so late
             ready.clear()
             ready.update(now)
@@ -342,7 +350,7 @@ def test_a_router_that_is_ended_while_it_starts_ends_at_once(tmp_path: Path) -> 
     """Red when the supervisor's handlers are set after its children's start, and its default action leaves them behind."""
     argv = ["-m", "fleet_router", "--static", "http://127.0.0.1:9", "--host", "127.0.0.1", "--control-host", "127.0.0.1"]
     for n, wait_s in enumerate((0.35, 0.5, 0.8)):
-        process = spawn([psutil.Process().exe(), *argv, "--data-port", "0", "--control-port", "0"], tmp_path / f"log{n}")
+        process = spawn([sys.executable, *argv, "--data-port", "0", "--control-port", "0"], tmp_path / f"log{n}")
         time.sleep(wait_s)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)

@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from fleet_contract import names
+from fleet_contract.errors import ApiError
 from fleet_router.decide.retry import BUDGET_FLOOR
 from fleet_router.discovery import PODS, SERVICES, Discovery, Json
+from fleet_router.http_client import Pool
 from fleet_router.lease import Want
 from fleet_router.registry import Registry
 from fleet_testing import chaos_router
@@ -47,9 +49,9 @@ async def test_200_requests_of_one_turn_of_the_loop_are_spread_over_8_workers(ma
 
 
 @pytest.mark.rule("R18")
-async def test_ten_thousand_requests_without_a_worker_are_all_answered_in_time(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+async def test_thousands_of_requests_without_a_worker_are_all_answered_in_time(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
-    fleet = await make_fleet(worker, queue_timeout=0.5, max_queue=50)
+    fleet = await make_fleet(worker, queue_timeout=0.05, max_queue=50)
     worker.ready = False
     await until(lambda: fleet.ready() == 0, "no worker is ready")
     codes: Counter[str] = Counter()
@@ -65,10 +67,10 @@ async def test_ten_thousand_requests_without_a_worker_are_all_answered_in_time(m
             codes[error["code"]] += 1
         writer.close()
 
-    await asyncio.gather(*(ask(20) for _ in range(100)))
+    await asyncio.gather(*(ask(10) for _ in range(100)))
     before = psutil.Process().memory_info().rss
-    await asyncio.gather(*(ask(80) for _ in range(100)))
-    assert sum(codes.values()) == 10_000 and set(codes) == {"no_ready_worker", "queue_full"}
+    await asyncio.gather(*(ask(15) for _ in range(100)))
+    assert sum(codes.values()) == 2_500 and set(codes) == {"no_ready_worker", "queue_full"}
     assert psutil.Process().memory_info().rss - before < 20 << 20
     assert fleet.brain.waiting == {}
 
@@ -91,7 +93,7 @@ async def test_the_digests_of_many_streams_of_any_shape_are_the_worker_s(make_wo
         got = (await fleet.chat(stream=True)).content
         assert hashlib.sha256(got).digest() == hashlib.sha256(text).digest()
 
-    for n in range(300):
+    for n in range(150):
         await one(n)
     await fleet.idle()
 
@@ -111,21 +113,41 @@ async def test_workers_that_close_idle_connections_at_random_cost_no_request(mak
 
     closing = asyncio.create_task(close_some())
     got: Counter[int] = Counter()
-    for n in range(60):
+    for n in range(40):
         answers = await asyncio.gather(*(fleet.chat(f"{n} {k}", stream=k % 2 == 0) for k in range(5)))
         got.update(a.status_code for a in answers)
     stop.set()
     await closing
-    assert got == {200: 300} and sum(len(w.legs) for w in workers) == 300
-    assert sum(w.connections for w in workers) > 30, "connections were closed"
+    assert got == {200: 200} and sum(len(w.legs) for w in workers) == 200
+    assert sum(w.connections for w in workers) > 20, "connections were closed"
     assert fleet.ready() == 3
     await fleet.idle()
 
 
+@pytest.mark.rule("R23")
+async def test_a_connection_that_is_reset_at_once_is_no_request_without_an_end() -> None:
+    """As by a worker that is killed between its accept and our turn."""
+    loop, pool, lost = asyncio.get_running_loop(), Pool(), []
+
+    class Sink:
+        def on_lost(self, error: ApiError) -> None:
+            lost.append(error.code)
+
+    async def connect(factory: Any, *address: Any) -> Any:
+        protocol = factory()
+        protocol.connection_made(asyncio.Transport())
+        protocol.connection_lost(ConnectionResetError())
+        return None, protocol
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loop), "create_connection", lambda self, *args: connect(*args))
+        pool.start("127.0.0.1", 1, (b"x",), Sink())  # type: ignore[arg-type]
+        await until(lambda: bool(lost), "the request has an end", 2)
+    assert lost == ["worker_unreachable"] and not pool._open
+
+
 @pytest.mark.rule("R24")
-@pytest.mark.parametrize(
-    "bad", [Script(close_before=True), Script(status=502, body=b"x"), Script(body=b"{}" * 50, truncate=True)], ids=["closed", "502", "half"]
-)
+@pytest.mark.parametrize("bad", [Script(status=502, body=b"x"), Script(body=b"{}" * 50, truncate=True)], ids=["502", "half"])
 async def test_engines_start_at_most_a_tenth_more_requests_than_there_are(bad: Script, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(3)]
     fleet = await make_fleet(*workers)
@@ -177,12 +199,12 @@ async def test_no_worker_ever_holds_more_than_theta_and_one_request(make_worker:
         worker.default = Script(delay_s=0.02, pieces=[DEFAULT_STREAM])
     long = "many words of a prompt " * 30  # about 700 tokens
     tasks = [asyncio.create_task(fleet.chat(f"{n} {long}", stream=True)) for n in range(60)]
-    most = 0
+    most = 0.0
     while not all(t.done() for t in tasks):
-        most = max(most, *(w["pend"] for w in fleet.told()))
+        most = max(most, *((w["pend"] - 800) / w["prefillTokensPerS"] for w in fleet.told()))
         await asyncio.sleep(0.002)
     assert {t.result().status_code for t in tasks} == {200}
-    assert 0 < most <= 1000 + 2 * 800
+    assert -0.5 < most <= 1.5  # theta of a second, by a speed that is learned meanwhile
     await fleet.idle()
 
 
@@ -304,7 +326,7 @@ async def test_a_worker_whose_record_comes_late_becomes_routable(watched: Any) -
 @pytest.mark.processes
 def test_killed_clients_and_workers_leave_nothing(tmp_path: Path) -> None:
     """The small form of `make chaos-router`."""
-    out = asyncio.run(chaos_router.chaos(tmp_path, 5.0, 120, seed=3, kill_every_s=0.7))
+    out = asyncio.run(chaos_router.chaos(tmp_path, 4.0, 100, seed=3, kill_every_s=0.6))
     assert out.misses(memory=False) == [], out.table()
     assert out.killed + out.stopped >= 2
 
