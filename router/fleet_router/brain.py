@@ -204,10 +204,13 @@ class Brain:
         if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
-        if self.deciding.pool(key) is None:
+        pool = self.deciding.pool(key)
+        if pool is None:
             return None
-        now, ask = self.clock(), _ask(want)
         exclude = frozenset([w.slot for w in want.exclude if not w.removed]) if want.exclude else frozenset()
+        if exclude and not pool.without(exclude).is_usable:
+            return self.pick(want)  # the others failed too often of late: still rather one of them than the same again
+        now, ask = self.clock(), _ask(want)
         decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude)
         if decision is not None:
             return self._lease(want, decision)
