@@ -193,7 +193,7 @@ def test_a_batch_is_written_in_pieces_however_long_its_events_are() -> None:
     ],
 )
 def test_r5_an_event_that_cannot_be_used_costs_itself_and_is_counted_by_its_reason(event: Stored, reason: str) -> None:
-    index, counted = PrefixIndex(), []
+    index, counted = PrefixIndex(), list[str]()
     index.add_slot(0, 1 << 16, by_history=False)
     writer = Writer(EventBook(index), 0, WorkerRecord(model_revision="m"), counted.append)
     good = Stored([2], None, [5] * 64, 64, "GPU")

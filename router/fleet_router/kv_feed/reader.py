@@ -8,7 +8,6 @@ full they wait at the publisher, which drops what it cannot keep: a gap, which i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -167,7 +166,7 @@ class _Feed:
         self._writer = Writer(reader.book, worker.slot, record, lambda reason: counters.add("bad_events_total", reason=reason))
         self.follower = Follower(self._content, can_ask=record.ports.replay > 0, count=counters.add, probe=lambda: reader.brain.probe(worker))
         self._live = _socket(reader.context, zmq.SUB, LIVE_HWM)
-        self._live_fd = self._live.getsockopt(zmq.FD)
+        self._live_fd = self._live.fileno()
         self._reads_live = False
         self._asked: zmq.Socket[bytes] | None = None
         self._question: Question | None = None  # that `_asked` was opened for
@@ -337,13 +336,12 @@ class _Feed:
         self._asked = _socket(self._reader.context, zmq.DEALER, ANSWER_HWM)
         self._asked.connect(_address(self.worker.host, self.worker.record.ports.replay))
         self._asked.send_multipart([b"", encode_sequence(question.start)])
-        self._loop.add_reader(self._asked.getsockopt(zmq.FD), self._reader.wake, self)
+        self._loop.add_reader(self._asked.fileno(), self._reader.wake, self)
         self._reader.wake(self)
 
     def _hang_up(self) -> None:
         if self._asked is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._loop.remove_reader(self._asked.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._asked.fileno())
             self._asked.close()
         self._asked = self._question = None
 
