@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,9 +19,11 @@ from fleet_contract.wire import encode_ids
 from fleet_router.decide.keys import STRIDE
 from fleet_router.dialects import Dialect, dialect_of
 from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
-from fleet_text.chains import ChatChains
 from fleet_text.chat import ChatInputs, PromptError
-from fleet_text.prompt import PromptEncoder
+
+if TYPE_CHECKING:  # the brain reads bodies' types, and loads no tokenizer
+    from fleet_text.chains import ChatChains
+    from fleet_text.prompt import PromptEncoder
 
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
