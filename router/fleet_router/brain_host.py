@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from fleet_router.brain import Brain
 from fleet_router.http_client import Pool
+from fleet_router.kv_feed.reader import KvReader
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
 from fleet_router.registry import Endpoint, Registry
@@ -24,6 +25,7 @@ class BrainHost:
         self.registry.on_polled = self.brain.take_polled
         self.static_workers = StaticWorkers(self.brain, self.registry)
         self._on_ready = on_ready
+        self.kv_reader = KvReader(self.brain)
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
@@ -31,11 +33,13 @@ class BrainHost:
     def start(self) -> None:
         """Begins to ask workers."""
         self.registry.start()
+        self.kv_reader.start()
         if self.settings.static:
             self.registry.set_static([split_url(url) for url in self.settings.static])
 
     async def close(self) -> None:
         await self.registry.close()
+        await self.kv_reader.close()
 
     def take_observed(self, observed: Observed) -> None:
         """A snapshot of discovery: pods first, so that nothing new is picked on one that goes."""

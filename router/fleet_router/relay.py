@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +22,7 @@ from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
 from fleet_router.http_client import Handle, Pool, collect, fetch
 from fleet_router.http_server import Exchange
+from fleet_router.identifiers import random_hex
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
 from fleet_router.paths import CHAT, COMPLETIONS
@@ -236,7 +236,7 @@ class Attempt:
         self._exchange = exchange
         self._lease = lease
         self._timing = timing
-        self._loop = asyncio.get_running_loop()
+        self._loop = pool.loop
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
         self._over = False
         self._serving = _LegSink(self, lease.serving, True)
@@ -255,7 +255,7 @@ class Attempt:
         self._last_at = 0.0
         self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
-        self.rid = secrets.token_hex(16)
+        self.rid = random_hex(16)
 
     @property
     def is_foreign_pair(self) -> bool:

@@ -19,7 +19,7 @@ from fleet_router.engines.base import Sending, asks_usage
 from fleet_router.engines.splice import splice
 from fleet_router.lease import Leg
 from fleet_router.paths import CHAT, COMPLETIONS, MAX_CHOICES
-from fleet_text.prompt import TOKENIZER_FILES
+from fleet_text.files import TOKENIZER_FILES
 
 DEFAULT_CAPACITY_TOKENS: Final = 100_000  # of an engine that does not tell
 _TYPES: Final = {
