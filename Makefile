@@ -1,6 +1,7 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cases fuzz soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay bench-choice bench-runtime format clean
+.PHONY: cases rules fuzz fuzz-router chaos-router soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
+  bench-choice bench-router router-profile bench-runtime format clean
 PYTHON := .venv/bin/python
 
 help: ## list the targets
@@ -30,8 +31,17 @@ check: setup-python ## the fast part of `test`: lint, types, import contracts, t
 fuzz: setup ## the long fuzz: 10,000 bodies of our own and as many of schemathesis to a real worker (BODIES=N)
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.fuzz --bodies $(or $(BODIES),10000)
 
+fuzz-router: setup-python ## the long fuzz of the router: 10,000 connections with bytes that nobody should send (ARGS='--connections N --seed S')
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.fuzz_router $(ARGS)
+
+chaos-router: setup-python ## the long test: 10 minutes of killed clients and workers at 500 requests/s (ARGS='--seconds S --rate N')
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.chaos_router $(ARGS)
+
 cases: setup ## one line for each fault from the field: which have a passing test
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report
+
+rules: setup-python ## the router's design rules, and the tests that prove each
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.rules
 
 soak: setup ## the long test: 10,000 mixed requests with aborts, errors and retractions; then nothing may be left
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.soak
@@ -51,6 +61,12 @@ replay: setup-python ## the routing rule against seven others in a simulated fle
 
 bench-choice: setup-python ## what a routing decision costs; fails when one is over its bound
 	@$(PYTHON) -m fleet_router.decide.bench
+
+bench-router: setup ## our router beside sglang-router and smg in one run; ARGS='--help' for less
+	@.venv/bin/python -m fleet_bench.router $(ARGS)
+
+router-profile: setup ## where the microseconds of a routed request go, stage by stage
+	@.venv/bin/python -m fleet_router.profile $(ARGS)
 
 bench-runtime: setup ## our runtime beside vLLM and llama.cpp in one run, about an hour on a quiet machine; ARGS='--help' for less
 	@.venv/bin/python -m fleet_bench.peers $(ARGS)

@@ -1,4 +1,4 @@
-"""`radixfleet`: serve a model or ask it something without a cluster, run a local cluster, measure an endpoint, replay a log of requests."""
+"""`radixfleet`: serve a model or ask it something without a cluster, run a local cluster, look at a router, measure an endpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from fleet_cli import __version__, generate, serve
+from fleet_cli import __version__, generate, route, serve, top
 
 USAGE = """usage: radixfleet COMMAND [arguments]
 
   serve MODEL   router and workers as plain processes on this machine: no Kubernetes, no root
   generate      one answer of a model, without a server
   local ...     a real one-node Kubernetes cluster on this machine: up, down, status, logs, kubectl, helm
+  top           what a router does now: workers, load, cached prefixes, queues, decisions
+  route explain where a request would go now, and why
   replay ...    what would this routing rule and this many workers do with a log of requests?
   bench ...     load on any OpenAI endpoint, and the profile of a worker's step: serve, step
   version       print the version
@@ -58,6 +60,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve.main,
     "generate": generate.main,
     "local": _local,
+    "top": top.main,
+    "route": route.main,
     "bench": _bench,
     "replay": _replay,
     "version": _version,

@@ -23,7 +23,7 @@ from types import FrameType
 
 from fleet_cli.children import Child, end_all
 from fleet_contract.launch import BadFlag, RuntimeLaunch, user_args_to_fields
-from fleet_contract.names import ENV_TERMINATION_LOG, ROLE_DECODE, ROLE_PREFILL, ROLE_UNIFIED
+from fleet_contract.names import ENV_TERMINATION_LOG, ROLE_DECODE, ROLE_PREFILL, ROLE_UNIFIED, ROUTER_CONTROL_PORT
 from fleet_contract.worker import decode_start_failure
 
 START_LIMIT_S = 900.0
@@ -125,6 +125,7 @@ class Fleet:
         self.folder = folder
         self.workers: list[Child] = []
         self.router: Child | None = None
+        self.control_url = ""
         self.stop = threading.Event()
 
     def cause_file(self, name: str) -> Path:
@@ -168,11 +169,22 @@ class Fleet:
         urls = [f"http://127.0.0.1:{r['ports']['internal']}" for r in records]  # type: ignore[index]
         path = self.folder / "router.json"
         argv = ["radixfleet-router", "--static", ",".join(urls), "--host", self.plan.host, "--data-port", str(self.plan.port)]
-        argv += ["--control-host", "127.0.0.1", "--control-port", "0", "--announce", str(path)]
+        argv += ["--control-host", "127.0.0.1", "--control-port", str(self.control_port()), "--announce", str(path)]
         self.router = Child.start("router", command(argv), self.folder / "router.log")
         ports = self.announced([path])[0]
-        self.wait_ready(f"http://127.0.0.1:{ports['controlPort']}/readyz")
+        self.control_url = f"http://127.0.0.1:{ports['controlPort']}"
+        self.wait_ready(f"{self.control_url}/readyz")
         return f"http://{self.plan.host if ':' not in self.plan.host else '[' + self.plan.host + ']'}:{ports['dataPort']}"
+
+    def control_port(self) -> int:
+        """The usual one, so that `radixfleet top` finds it by itself; another when that is taken or the endpoint's port is any."""
+        if self.plan.port == 0:
+            return 0
+        try:
+            check_port("127.0.0.1", ROUTER_CONTROL_PORT)
+        except ServeError:
+            return 0
+        return ROUTER_CONTROL_PORT
 
     def wait_ready(self, url: str) -> None:
         """Waits until the router has all workers in its table."""
@@ -235,6 +247,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"starting {len(plan.roles)} worker(s) for {plan.model} ...", flush=True)
         url = fleet.start()
         print(f"ready after {time.monotonic() - started:.1f} s: {url}/v1  (model {plan.name}, logs in {folder})")
+        print(f"dashboard: {fleet.control_url}/  (in the terminal: radixfleet top --url {fleet.control_url})")
         print(f"""try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{plan.name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0, "stream": true}}'

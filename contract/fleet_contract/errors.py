@@ -5,7 +5,8 @@ Used by router and runtime; loads nothing heavy.
 
 from __future__ import annotations
 
-from typing import Final
+import json
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +26,7 @@ CODE_ABORTED: Final = "aborted"
 DERIVED_CODES: Final = (CODE_PEER_FAILED, CODE_ABORTED)
 # 409: the router's table is older than the worker; it re-reads GET /worker and tries again.
 CODE_STALE_WORKER: Final = "stale_worker"
+_SHOWN: Final = 60
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -77,3 +79,9 @@ class ApiError(Exception):
             text = body[:200].decode("utf-8", "replace")
             return cls(status, f"the worker answered {status}: {text}", type=SERVER, code="bad_worker_answer")
         return cls(status, e.message, type=e.type, code=e.code, param=e.param)
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, short enough for an error message and always encodable."""
+    text = json.dumps(value) if not isinstance(value, (dict, list)) else f"{'an object' if isinstance(value, dict) else 'a list'}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

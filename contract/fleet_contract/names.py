@@ -23,6 +23,12 @@ ROLE_UNIFIED: Final = "unified"
 ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_UNIFIED)
 ROLE_LETTERS: Final = {ROLE_PREFILL: "p", ROLE_DECODE: "d", ROLE_UNIFIED: "u"}
 
+# Kinds of engine that a worker can be.
+ENGINE_OURS: Final = "radixfleet"
+ENGINE_VLLM: Final = "vllm"
+ENGINE_SGLANG: Final = "sglang"
+ENGINES: Final = (ENGINE_OURS, ENGINE_VLLM, ENGINE_SGLANG)
+
 # Labels.
 LABEL_NAME: Final = "app.kubernetes.io/name"
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
@@ -91,6 +97,13 @@ HEADER_PREFILL_INCARNATION: Final = "X-Radixfleet-Prefill-Incarnation"  # 16 hex
 HEADER_JSON_LENGTH: Final = "X-Radixfleet-Json-Length"
 HEADER_MODEL_REVISION: Final = "X-Radixfleet-Model-Revision"
 CONTENT_TYPE_IDS: Final = "application/vnd.radixfleet.ids"
+
+# Headers, client -> router, and router -> client.
+HEADER_PRIORITY_CLASS: Final = "X-Priority-Class"
+HEADER_TOLD_WORKER: Final = "X-Router-Worker"  # who gives the answer
+HEADER_TOLD_HITS: Final = "X-Router-Hit-Tokens"  # what it should have cached of the prompt
+HEADER_TOLD_QUEUE: Final = "X-Router-Queue-Ms"  # how long the request waited because all were busy
+PRIORITY_CLASSES: Final = ("system", "interactive", "default", "batch")  # highest first
 
 PAGE_SIZE: Final = 16  # tokens
 

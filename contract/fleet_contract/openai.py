@@ -191,7 +191,7 @@ class GenerationOptions(BaseModel):
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
-    spaces_between_special_tokens: StrictBool = True  # without effect: the tokenizers that we load never put a space there
+    spaces_between_special_tokens: StrictBool = True  # as the tokenizer writes them; few put any there
     prompt_logprobs: Logprobs | None = None
     return_token_ids: StrictBool = False  # the prompt's token ids and, in each choice, the answer's
     response_format: ResponseFormat | None = None

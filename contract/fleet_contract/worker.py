@@ -8,6 +8,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct, field
 
+from fleet_contract import names
+
 
 class Ports(Struct, rename="camel", frozen=True):
     """Ports of one rank, rank already added. 0 = not offered."""
@@ -31,9 +33,10 @@ class Profile(Struct, rename="camel", frozen=True):
 
 
 class WorkerRecord(Struct, rename="camel", frozen=True):
-    """Answer of `GET /worker` (internal port)."""
+    """Answer of `GET /worker` (internal port). For a worker of another engine the router makes it of what that engine tells."""
 
     schema: int = 1
+    engine: str = names.ENGINE_OURS
     pod_uid: str = ""
     incarnation: str = ""  # 16 hex, minted by the scheduler process, also the epoch of its KV events
     rank: int = 0
@@ -51,6 +54,10 @@ class WorkerRecord(Struct, rename="camel", frozen=True):
     transfer_backends: list[str] = field(default_factory=list)
     ports: Ports = Ports()
     profile: Profile = Profile()
+    # Of other engines only.
+    engine_ids: list[str] = field(default_factory=list)  # by data-parallel rank, where the hand-over names the sender (Mooncake)
+    tokenizer: str = ""  # folder with the model's tokenizer, on the router's machine
+    key_env: str = ""  # environment variable of the router that holds the worker's API key
 
 
 class Seen(Struct, rename="camel"):

@@ -39,7 +39,7 @@ class TokenizerFilesError(ValueError):
 
 
 class PromptEncoder:
-    """Tokenizer and chat template of one model. Immutable; `encode` releases the GIL and may run in a thread."""
+    """Tokenizer and chat template of one model. Immutable but for its count of texts; `encode` releases the GIL and may run in a thread."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Args: files: by name, of TOKENIZER_FILES. Raises TokenizerFilesError."""
@@ -49,6 +49,7 @@ class PromptEncoder:
             self.tokenizer: Tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as e:  # the library raises bare Exception
             raise TokenizerFilesError(f"tokenizer.json cannot be read: {e}") from e
+        self.texts_encoded = 0  # for metrics
         config = _json_object(files, "tokenizer_config.json")
         generation = _json_object(files, "generation_config.json")
         model = _json_object(files, "config.json")
@@ -133,6 +134,7 @@ class PromptEncoder:
         """
         if limit is not None and len(text) > limit and self._longest_token and (least := -(-len(text) // self._longest_token)) > limit:
             raise PromptTooLong(least)
+        self.texts_encoded += 1
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -42,11 +42,12 @@ class Settings:
     log_level: str = "info"
     kubeconfig: str = ""  # empty: the pod's service account, else ~/.kube/config
     router_control_port: int = names.ROUTER_CONTROL_PORT
+    router_tls: bool = False
 
     @property
     def url(self) -> str:
         """Base URL of the OpenAI API, inside the cluster."""
-        return f"http://{names.ROUTER_SERVICE_NAME}.{self.system_namespace}/v1"
+        return f"{'https' if self.router_tls else 'http'}://{names.ROUTER_SERVICE_NAME}.{self.system_namespace}/v1"
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
@@ -57,6 +58,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Sett
     parser.add_argument("--image-pull-policy", choices=PULL_POLICIES, default="IfNotPresent", help="of workers whose podTemplate names none")
     parser.add_argument("--watch-namespace", action="append", default=[], metavar="NS", help="serve this namespace only; repeat for more")
     parser.add_argument("--system-namespace", default=env.get(names.ENV_NAMESPACE) or names.SYSTEM_NAMESPACE, help="where router and Lease live")
+    parser.add_argument("--router-tls", action="store_true", help="the routers' endpoint is https: what a service's status says of its URL")
     parser.add_argument("--health-host", default="0.0.0.0", help="address of /livez, /readyz and /metrics")
     parser.add_argument("--health-port", type=int, default=names.OPERATOR_HEALTH_PORT)
     parser.add_argument("--lease-seconds", type=_in_range(5, 300), default=15, help="how long a lost leader blocks the next one")
@@ -78,6 +80,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Sett
         workers=args.workers,
         log_level=args.log_level,
         kubeconfig=args.kubeconfig,
+        router_tls=args.router_tls,
     )
 
 

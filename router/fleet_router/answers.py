@@ -1,43 +1,61 @@
-"""What the control process asks over the link, answered from the brain and, where a request has to be read, by an edge's service."""
+"""What the control process asks over the link: answered from the brain, and where a request has to be read, by an edge's service."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
-from fleet_contract.worker import ProbeRequest
-from fleet_router import reports
+from fleet_router import overview, reports
 from fleet_router.brain import Brain
-from fleet_router.link import Ask
-from fleet_router.service import DataService
+from fleet_router.messages import Ask
+from fleet_router.metrics import Snapshot
+
+
+class Edges(Protocol):
+    """The HTTP half, wherever it runs."""
+
+    def readiness(self) -> dict[str, Any]:
+        """Body of /readyz."""
+
+    def snapshot(self) -> Snapshot:
+        """All metrics."""
+
+    async def ask(self, ask: Ask) -> bytes:
+        """One of `EdgeAnswers`. Raises ApiError."""
+
+    async def ask_all(self, ask: Ask) -> list[bytes]:
+        """The same of every edge; what those say that can. Raises ApiError when one refuses."""
 
 
 class Answers:
     """Each answer is JSON but for the metrics, which are msgpack of `metrics.Snapshot`."""
 
-    def __init__(self, brain: Brain, service: DataService, connections: Callable[[], int]) -> None:
+    def __init__(self, brain: Brain, edges: Edges) -> None:
         self._brain = brain
-        self._service = service
-        self._connections = connections
+        self._edges = edges
 
     async def answer(self, ask: Ask) -> bytes:
         """Raises ApiError for what cannot be told, ValueError for what is no question."""
         brain = self._brain
         match ask.what:
             case "ready":
-                return msgspec.json.encode(self._service.readiness() | {"events": reports.streams(brain)})
+                return msgspec.json.encode(self._edges.readiness() | {"events": reports.streams(brain)})
             case "metrics":
-                return msgspec.msgpack.encode(reports.snapshot(brain, self._connections()))
+                return msgspec.msgpack.encode(self._edges.snapshot())
             case "workers":
                 return msgspec.json.encode({"routerId": brain.settings.router_id, "synced": brain.synced, "workers": reports.workers(brain)})
+            case "queue":
+                return msgspec.json.encode({"queues": overview.queues(brain)})
+            case "overview":
+                return msgspec.json.encode(overview.overview(brain, self._edges.snapshot()))
             case "fleet":
                 return msgspec.json.encode(reports.fleet(brain, *ask.args))
-            case "probe":
-                revision = msgspec.json.decode(ask.body, type=ProbeRequest).revision
-                return msgspec.json.encode(await self._service.probe(ask.args[0], ask.args[1], revision))
-            case "route":
-                return msgspec.json.encode(await self._service.explain(ask.body))
+            case "probe" | "route" | "flush":
+                return await self._edges.ask(ask)
+            case "abort":
+                counts = [msgspec.json.decode(said)["aborted"] for said in await self._edges.ask_all(ask)]
+                return msgspec.json.encode({"aborted": sum(counts)})
             case "decisions":
                 return msgspec.json.encode({"decisions": [d.as_json() for d in reversed(brain.decisions)]})
         raise ValueError(f"unknown question {ask.what!r}")

@@ -6,40 +6,51 @@ Top-level values are kept raw until somebody needs them. Wrong types that only t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final
 
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import chain_hashes, namespace_hash
+from fleet_contract.prefix import extend_chain, namespace_hash
+from fleet_contract.wire import encode_ids
 from fleet_router.decide.keys import STRIDE
-from fleet_text.chat import CHAT_FIELDS, PromptError, chat_inputs
+from fleet_router.dialects import Dialect, dialect_of
+from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
+from fleet_text.chains import ChatChains
+from fleet_text.chat import ChatInputs, PromptError
 from fleet_text.prompt import PromptEncoder
 
-INLINE_BYTES: Final = 8 << 10  # longer prompts are tokenised in a thread
-DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
-MAX_CHOICES: Final = 128  # more is refused by the runtime
+INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
+INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
 RESERVED_PREFIX: Final = "bootstrap_"
-
-CHAT: Final = "/v1/chat/completions"
-COMPLETIONS: Final = "/v1/completions"
-TOKENIZE: Final = "/tokenize"
+RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_any = msgspec.json.Decoder()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """A request as routing sees it."""
 
-    path: str
+    route: Path
     model: str
     stream: bool
     answer_tokens: int
     fields: dict[str, msgspec.Raw]
     body: bytes
+    kind: Kind  # of the route, but for a body that asks for nothing
+    passed_on: Sequence[tuple[str, str]] = ()  # headers of the client's that go to workers
+
+    @property
+    def path(self) -> str:
+        return self.route.path
+
+    @property
+    def dialect(self) -> Dialect:
+        return dialect_of(self.route.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +58,12 @@ class Prompt:
     """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
 
     tokens: int
-    ids: list[int] | None = None
+    ids: bytes | None = None  # little-endian u32
     keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
 
 
-def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed:
+def parse_body(path: Path, body: bytes) -> Parsed:
     """Reads the top level. Raises ApiError 400 for what is no JSON object, names no model or carries reserved fields."""
     try:
         body.decode()  # raw values are not looked into
@@ -62,78 +73,93 @@ def parse_body(path: str, body: bytes, *, model_required: bool = True) -> Parsed
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
     for name in fields:
-        if name.startswith(RESERVED_PREFIX):
+        if name.startswith(RESERVED_PREFIX) or name in RESERVED_FIELDS:
             raise ApiError(400, f"field {name[:60]!r} is reserved between router and workers; leave it out", code="reserved_field", param=name[:60])
-    model = _scalar(fields, "model")
-    if model is None and not model_required:
-        model = ""
-    if not isinstance(model, str) or (model_required and not model):
-        got = "is missing" if "model" not in fields else f"is {bytes(fields['model'])[:40].decode('utf-8', 'replace')}"
-        code = "missing_required_parameter" if "model" not in fields else "invalid_type"
-        raise ApiError(400, f"model {got}; a non-empty string is needed, see GET /v1/models", code=code, param="model")
-    wanted = _scalar(fields, "max_completion_tokens")
-    if wanted is None:
-        wanted = _scalar(fields, "max_tokens")
-    answer = min(wanted, 1 << 20) if isinstance(wanted, int) and wanted > 0 else DEFAULT_ANSWER_TOKENS
-    return Parsed(path, model, _scalar(fields, "stream") is True, answer, fields, body)
+    try:
+        model = _model(path, fields)
+        wanted = path.answer(fields)
+        stream = scalar(fields, "stream")
+        kind = path.kind if path.is_asked(fields) else Kind.ANY
+    except (msgspec.DecodeError, RecursionError, ValueError) as e:
+        raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
+    answer = min(wanted, MAX_ANSWER_TOKENS) if isinstance(wanted, int) and wanted > 0 else DEFAULT_ANSWER_TOKENS
+    return Parsed(path, model, path.streams if stream is None else stream is True, answer, fields, body, kind)
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str) -> Prompt:
+def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
+    name = next((n for n in path.model_names if n in fields), path.model_names[0])
+    model = scalar(fields, name)
+    if model is None and not path.model_required:
+        return ""
+    if not isinstance(model, str) or (path.model_required and not model):
+        got = "is missing" if name not in fields else f"is {bytes(fields[name])[:40].decode('utf-8', 'replace')}"
+        code = "missing_required_parameter" if name not in fields else "invalid_type"
+        raise ApiError(400, f"{name} {got}; a non-empty string is needed, see GET /v1/models", code=code, param=name)
+    return model
+
+
+async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
     """Token ids and keys of the prompt.
 
     Args:
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
         model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
+        chains: chats of before, of the same encoder: only what a chat adds is tokenised.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
-    estimate = Prompt(max(1, len(parsed.body) // 4))
-    if encoder is None or parsed.path == TOKENIZE:
+    size, fields = len(parsed.body), parsed.fields
+    estimate = Prompt(max(1, size // 4))
+    if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
         return estimate
-    if len(parsed.body) > INLINE_BYTES:
-        return await asyncio.to_thread(_encode, parsed, encoder, model_revision) or estimate
-    return _encode(parsed, encoder, model_revision) or estimate
-
-
-def _encode(parsed: Parsed, encoder: PromptEncoder, model_revision: str) -> Prompt | None:
-    n = max(_count(parsed.fields, "n"), _count(parsed.fields, "best_of"))  # the runtime computes all of best_of
-    salt = _scalar(parsed.fields, "cache_salt")
-    namespace = namespace_hash(model_revision, salt=salt if isinstance(salt, str) else "")
+    salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
+    namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
+    choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
     try:
-        if parsed.path == CHAT:
-            fields = parsed.fields
-            ids = encoder.encode_inputs(chat_inputs({name: _any.decode(fields[name]) for name in CHAT_FIELDS if name in fields}))
+        if size > INLINE_CHAT_BYTES:
+            ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
         else:
-            prompt = _any.decode(parsed.fields["prompt"])
-            if isinstance(prompt, str):
-                ids = encoder.encode(prompt, add_special_tokens=True)
-            elif _is_ids(prompt):
-                ids = prompt
-            elif isinstance(prompt, list) and 0 < len(prompt) <= MAX_CHOICES and all(isinstance(t, str) or _is_ids(t) for t in prompt):
-                return Prompt(max(1, len(parsed.body) // 4), choices=min(MAX_CHOICES, len(prompt) * n))
+            what = prompt_of(parsed.route, fields)
+            if isinstance(what, ChatInputs) and chains is not None:
+                reading, several = chains.look(encoder.render_chat(what), namespace), 1
+                ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
+            elif size > INLINE_BYTES:
+                ids, keys, several = await asyncio.to_thread(_encode, what, encoder, namespace, chains)
             else:
-                return None
-    except (KeyError, TypeError, ValueError, AttributeError, PromptError, RecursionError, msgspec.DecodeError):
-        return None  # malformed in a way that the runtime says best
-    if not ids:
-        return None
-    return Prompt(len(ids), ids, tuple(chain_hashes(ids, namespace)[STRIDE - 1 :: STRIDE]), n)
+                ids, keys, several = _encode(what, encoder, namespace, chains)
+    except (PromptError, TypeError, ValueError, RecursionError):
+        return estimate  # the model's template refuses it: the runtime says why
+    if not several:
+        return estimate
+    choices = min(MAX_CHOICES, choices * several)
+    return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(estimate.tokens, choices=choices)
+
+
+@lru_cache(maxsize=1024)
+def _namespace(model_revision: str, salt: str) -> int:
+    return namespace_hash(model_revision, salt=salt)
+
+
+def _encode(what: What | None, encoder: PromptEncoder, namespace: int, chains: ChatChains | None) -> tuple[bytes, tuple[int, ...], int]:
+    """Ids (little-endian u32; empty when there is no single prompt), keys, and how many prompts there are; 0 when none can be read."""
+    if what is None:
+        return b"", (), 0
+    if isinstance(what, Several):
+        return b"", (), what.count
+    if isinstance(what, ChatInputs) and chains is not None:
+        return (*chains.read(chains.look(encoder.render_chat(what), namespace)), 1)
+    packed = encode_ids(_ids(what, encoder))
+    return packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), 1
+
+
+def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int]:
+    if isinstance(what, ChatInputs):
+        return encoder.encode_inputs(what)
+    return encoder.encode(what.text, add_special_tokens=what.add_special_tokens) if isinstance(what, Text) else what
 
 
 def _count(fields: dict[str, msgspec.Raw], name: str) -> int:
     """A number of choices; 1 for what the runtime will refuse."""
-    value = _scalar(fields, name)
+    value = scalar(fields, name)
     return value if type(value) is int and 1 <= value <= MAX_CHOICES else 1
-
-
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(t) is int and 0 <= t < 2**32 for t in prompt)
-
-
-def _scalar(fields: dict[str, msgspec.Raw], name: str) -> Any:
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    text = bytes(raw)
-    return {} if text[:1] in (b"{", b"[") else _any.decode(text)  # a container is no scalar, whatever it holds

@@ -13,6 +13,7 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -22,13 +23,15 @@ from fleet_contract.worker import LoadReport
 from fleet_router import errors, revisions
 from fleet_router.decide.fleet import Decision, Fleet, Taken
 from fleet_router.decide.index import PrefixIndex
-from fleet_router.decide.load import Speed
+from fleet_router.decide.load import Pick, Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
+from fleet_router.engines.base import PolledLoad
 from fleet_router.explain import Choice
 from fleet_router.lease import Lease, Leg, Want
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed, ServiceFacts
+from fleet_router.polled import load_of_others
 from fleet_router.registry import Endpoint, worker_state
 from fleet_router.settings import Settings
 from fleet_router.table import Service, ServiceKey, Table, WorkerView, service_of_record, static_services
@@ -41,9 +44,19 @@ FAULT_PENALTY_S: Final = 1.0
 MAX_FAULTS: Final = 5
 MAX_QUEUED_BYTES: Final = 1 << 30  # bodies of requests that wait
 LOOK_EVERY_S: Final = 0.1  # while requests wait
-
+_ALONE: Final = (names.ROLE_UNIFIED,)
+_PROMPT_ONLY: Final = (names.ROLE_UNIFIED, names.ROLE_PREFILL)
 
 Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A request that waits while all workers are busy. `lease` gets None when its revision has no worker any more, or an ApiError."""
+
+    key: Key
+    request: Waiting
+    lease: asyncio.Future[Lease | None]
 
 
 class WorkerWatcher(Protocol):
@@ -68,6 +81,8 @@ class Brain:
         self.poke: Callable[[str], None] = lambda key: None
         self.all_asked: Callable[[], bool] = lambda: False
         self.on_suspect: Callable[[str, int, str], None] = lambda host, port, why: None
+        self.on_table: Callable[[], None] = lambda: None  # the table changed, or may have
+        self.edges_told: Callable[[], bool] = lambda: True  # all edges said what they have in flight
         self.watchers: list[WorkerWatcher] = []
         self.stream_of: Callable[[Worker], dict[str, Any]] | None = None  # how a worker's KV events are; set by their reader
         self.streams_settled: Callable[[], bool] = lambda: True
@@ -87,6 +102,11 @@ class Brain:
         self._wakers: set[asyncio.Future[None]] = set()
         self._looking = False  # a look at the queues is due in this turn of the loop
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def degraded(self) -> str:
+        """Never: this is the half that decides."""
+        return ""
 
     @property
     def index(self) -> PrefixIndex:
@@ -115,7 +135,7 @@ class Brain:
                 worker = self._new_worker(endpoint)
             worker.record = record
             worker.state = worker_state(endpoint, draining=worker.says_draining)
-            worker.drain_deadline = endpoint.pod.drain_deadline if endpoint.pod is not None else None
+            worker.drain_deadline = endpoint.drain_deadline
         self._rebuild()
 
     def take_load(self, topic_uid: str, report: LoadReport) -> None:
@@ -134,13 +154,20 @@ class Brain:
             self._look_soon()
             return
 
+    def take_polled(self, endpoint: Endpoint, polled: PolledLoad) -> None:
+        """What an engine without load reports says when asked."""
+        worker = self._by_endpoint.get(endpoint.key)
+        if worker is not None:
+            worker.load.take_report(load_of_others(polled, worker.load), self.pick_id, self.clock())
+            self._look_soon()
+
     @property
     def synced(self) -> bool:
         """Since its start this process has once held all that discovery knew, with every endpoint asked and its KV events read. It stays so.
 
         Static workers are not known before they answer: there at least one unit has to be ready.
         """
-        if not self._synced and self.all_asked() and self.streams_settled():
+        if not self._synced and self.all_asked() and self.edges_told() and self.streams_settled():
             if self.settings.kubernetes:
                 self._synced = self.observed is not None
             else:
@@ -163,7 +190,18 @@ class Brain:
 
         Raises ApiError when too many wait, or its time is over. Cancelled: it does not wait any more.
         """
-        if want.any_role:
+        turn = self.begin(want, timeout_s)
+        if not isinstance(turn, Turn):
+            return turn
+        try:
+            return await turn.lease
+        except asyncio.CancelledError:
+            self.leave(turn)
+            raise
+
+    def begin(self, want: Want, timeout_s: float) -> Lease | Turn | None:
+        """What `acquire` does before it waits: the lease, or the place in the queue. Raises ApiError when too many wait."""
+        if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
         if self.deciding.pool(key) is None:
@@ -182,20 +220,22 @@ class Brain:
             return self._lease(want, decision)
         self._look_soon()
         self._set_timer()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None and (lease := future.result()) is not None:
-                lease.release()
-            raise
-        finally:
-            if request.queued:
-                self.deciding.queues[key].withdraw(request)
+        return Turn(key, request, future)
+
+    def leave(self, turn: Turn) -> None:
+        """Whoever waits is gone; what it may just have got is given back."""
+        if turn.request.queued:
+            self.deciding.queues[turn.key].withdraw(turn.request)
+        future = turn.lease
+        if not future.done():
+            future.cancel()
+        elif not future.cancelled() and future.exception() is None and (lease := future.result()) is not None:
+            lease.release()
 
     async def explain(self, want: Want) -> dict[str, Any] | None:
         """The decision that would be made now, in words, without making it."""
         decision = self._decide(want)
-        return Choice(self._label(want), want.revision, want.request_id, decision).as_json() if decision is not None else None
+        return Choice(self.label(want.service), want.revision, want.request_id, decision).as_json() if decision is not None else None
 
     def first_token(self, lease: Lease) -> None:
         """The prompt of a lease is computed."""
@@ -208,16 +248,34 @@ class Brain:
         """A leg is over."""
         worker = leg.worker
         assert isinstance(worker, Worker)
-        worker.inflight -= 1
-        assert worker.inflight >= 0, worker.name
         self.deciding.release(self._taken[lease.number], 1 if leg is lease.serving and lease.prefill is not None else 0)
         if worker.breaker.state == "half-open":
             worker.breaker.undecided()
             self._set_pools()
+        self._one_less(worker)
+
+    def _one_less(self, worker: Worker) -> None:
+        worker.inflight -= 1
+        assert worker.inflight >= 0, worker.name
         if worker.removed and not worker.inflight:
             self.workers.remove(worker)
             self._rebuild()
         self._look_soon()
+
+    def adopt(self, worker: Worker, miss: int, prompt: int, room: int, *, started: bool) -> Pick:
+        """Counts a request that a worker has already, chosen before this brain was there."""
+        worker.inflight += 1
+        return worker.load.adopt(miss, prompt, room, self.clock(), started=started)
+
+    def adopted_started(self, worker: Worker, pick: Pick) -> None:
+        """The first token of such a request."""
+        worker.load.start(pick, self.clock(), seen=False)
+        self._look_soon()
+
+    def adopted_over(self, worker: Worker, pick: Pick) -> None:
+        """Such a request has left its worker."""
+        worker.load.release(pick)
+        self._one_less(worker)
 
     def forget(self, lease: Lease) -> None:
         """All legs of a lease are over."""
@@ -276,45 +334,55 @@ class Brain:
     async def wait_change(self, service: Service[Worker], timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""
         key = service.facts.key
-        if sum(self.waiting.values()) >= self.settings.max_queue:
-            raise errors.queue_full(service.label, self.settings.max_queue)
-        self.waiting[key] = self.waiting.get(key, 0) + 1
+        self.one_waits(key)
         waker: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wakers.add(waker)
         try:
             await asyncio.wait([waker], timeout=timeout_s)
         finally:
             self._wakers.discard(waker)
-            self.waiting[key] -= 1
-            if not self.waiting[key]:
-                del self.waiting[key]
+            self.one_waits_no_more(key)
+
+    def one_waits(self, key: ServiceKey, *, bounded: bool = True) -> None:
+        """Counts a request without any ready worker. Raises ApiError when too many wait; not `bounded`: one that waits already."""
+        if bounded and sum(self.waiting.values()) >= self.settings.max_queue:
+            raise errors.queue_full(self.label(key), self.settings.max_queue)
+        self.waiting[key] = self.waiting.get(key, 0) + 1
+
+    def one_waits_no_more(self, key: ServiceKey) -> None:
+        """It has its answer, or gave up."""
+        self.waiting[key] -= 1
+        if not self.waiting[key]:
+            del self.waiting[key]
 
     # -- inside
 
     def _key(self, want: Want) -> Key:
         return (want.service, want.revision, want.any_role)
 
-    def _label(self, want: Want) -> str:
-        service = self.table.services.get(want.service)
-        return service.label if service is not None else want.service[1]
+    def label(self, key: ServiceKey) -> str:
+        """A service in errors."""
+        service = self.table.services.get(key)
+        return service.label if service is not None else key[1]
 
     def queues(self) -> list[tuple[Key, CacheQueue]]:
         """All queues of busy pools."""
         return list(self.deciding.queues.items())  # type: ignore[arg-type]
 
-    def _pool_of(self, service: Service[Worker], revision: str, exclude: Collection[WorkerView] = (), *, any_role: bool = False) -> Pool:
-        """Ready workers of a revision by role."""
+    def _pool_of(self, service: Service[Worker], revision: str, exclude: Collection[WorkerView] = (), alone: Collection[str] = _ALONE) -> Pool:
+        """Ready workers of a revision by role. Args: alone: see `_pool`."""
         now = self.clock()
         ready = [w for w in service.workers if w.routable and w.record.revision == revision and w not in exclude and w.record.role in names.ROLES]
-        trusted = _pool([w for w in ready if w.breaker.allows(now)], any_role=any_role)
-        return trusted if trusted.is_usable else _pool(ready, any_role=any_role)  # better a worker that failed than none
+        trusted = _pool([w for w in ready if w.breaker.allows(now)], alone)
+        return trusted if trusted.is_usable else _pool(ready, alone)  # better a worker that failed than none
 
     def _decide(self, want: Want) -> Decision | None:
         service = self.table.services.get(want.service)
         if service is None:
             return None
-        if want.exclude or want.any_role:
-            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, any_role=want.any_role)
+        alone = names.ROLES if want.any_role else _PROMPT_ONLY if want.prompt_only else _ALONE
+        if want.exclude or alone is not _ALONE:
+            pool: Pool | None = self._pool_of(service, want.revision, want.exclude, alone)
         else:
             pool = self.deciding.pool(self._key(want))
         if pool is None or not pool.is_usable:
@@ -323,7 +391,7 @@ class Brain:
 
     def _lease(self, want: Want, decision: Decision) -> Lease:
         """Counts a decision."""
-        self.decisions.append(Choice(self._label(want), want.revision, want.request_id, decision))
+        self.decisions.append(Choice(self.label(want.service), want.revision, want.request_id, decision))
         taken = self.deciding.take(decision, want.keys, self.clock(), silent=want.silent, key=self._key(want))
         self._leases += 1
         self._taken[self._leases] = taken
@@ -337,7 +405,7 @@ class Brain:
             legs.append(Leg(worker, pick.number))
             self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
         prefill = legs[0] if len(legs) == 2 else None
-        return Lease(self, self._leases, legs[-1], prefill, want.prompt_tokens, taken.predicted_tokens, decision.waited_s)
+        return Lease(self, self._leases, self.pick_id, legs[-1], prefill, want.prompt_tokens, taken.predicted_tokens, decision.waited_s)
 
     def _look_soon(self) -> None:
         """Something may have freed a worker: the queues are looked at once in this turn of the loop."""
@@ -358,7 +426,7 @@ class Brain:
         for request, wait_s in self.deciding.too_late(now):
             want, future = request.tag
             if not future.done():
-                future.set_exception(errors.all_busy(self._label(want), now - request.arrived, wait_s))
+                future.set_exception(errors.all_busy(self.label(want.service), now - request.arrived, wait_s))
 
     def _set_timer(self) -> None:
         """While requests wait or the index is swept, time alone changes something."""
@@ -412,6 +480,7 @@ class Brain:
         self.table.rebuild(facts, self.workers)
         self._set_pools()
         self._wake()
+        self.on_table()
 
     def _set_pools(self) -> None:
         """The deciding half sees the ready workers; requests that wait for a revision without any choose again."""
@@ -436,14 +505,17 @@ class Brain:
                 waker.set_result(None)
 
 
-def _pool(workers: Collection[Worker], *, any_role: bool) -> Pool:
-    """By role; `any_role`: all of them can answer alone."""
+def _pool(workers: Collection[Worker], alone: Collection[str]) -> Pool:
+    """By role. Args: alone: the roles that answer without a partner; if these are more than the unified, nobody answers with one."""
     parts: dict[str, list[Member]] = {r: [] for r in names.ROLES}
     for w in workers:
         member = Member(w.slot, w.name, w.record.role, w.host, tuple(w.record.transfer_backends))
-        parts[names.ROLE_UNIFIED if any_role else w.record.role].append(member)
+        if w.record.role in alone:
+            parts[names.ROLE_UNIFIED].append(member)
+        elif alone == _ALONE:
+            parts[w.record.role].append(member)
     return Pool(*(tuple(parts[r]) for r in (names.ROLE_UNIFIED, names.ROLE_PREFILL, names.ROLE_DECODE)))
 
 
 def _ask(want: Want) -> Ask:
-    return Ask(1, 1) if want.any_role else Ask(want.prompt_tokens, want.answer_tokens)
+    return Ask(1, 1) if want.any_role else Ask(want.prompt_tokens, 1) if want.prompt_only else Ask(want.prompt_tokens, want.answer_tokens)

@@ -30,7 +30,7 @@ async def serve(handover: Handover) -> int:
     settings = handover.settings
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    link = LinkClient(handover.link_name)
+    link = LinkClient(handover.link_name, settings.workers if settings.workers > 1 else 0)
     tasks = [loop.create_task(link.run(), name="link")]
     if settings.kubernetes:
         from fleet_router.kube import kubernetes_source  # optional: a second of start-up that static routers need not pay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any, Final
 
 import msgspec
@@ -13,11 +14,17 @@ from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer, ProbeRequest
 from fleet_router import metrics
-from fleet_router.link import LinkClient, Reply
+from fleet_router.link import LinkClient
+from fleet_router.messages import Reply
 
 JSON: Final = "application/json"
 MAX_PROBE_BYTES: Final = 64 << 10
 PROBE_TIMEOUT_S: Final = 28.0
+PAGE_HEADERS: Final = {  # the page runs its own script and talks to its own origin, nothing else
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",
+}
 _CODES: Final = {404: (contract_errors.NOT_FOUND, "not_found"), 405: (contract_errors.INVALID_REQUEST, "method_not_allowed")}
 
 
@@ -27,6 +34,7 @@ def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
     _add_errors(app)
     _add_health(app, link)
     _add_tables(app, link, max_body_bytes)
+    _add_dashboard(app)
     return app
 
 
@@ -74,9 +82,9 @@ def _add_health(app: FastAPI, link: LinkClient) -> None:
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        reply = await link.ask("ready", timeout_s=1.0)
+        reply = await link.ask_ready()
         state = msgspec.json.decode(reply.body, type=dict[str, Any])
-        return Response(reply.body, 200 if state.get("status") == "ready" else 503, media_type=JSON)
+        return Response(reply.body, 200 if state.get("status") in ("ready", "degraded") else 503, media_type=JSON)
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
@@ -115,9 +123,35 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
     async def route(request: Request) -> Response:
         return _answer(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
 
+    @app.post("/flush_cache")
+    async def flush(request: Request) -> Response:
+        return _answer(await link.ask("flush", body=await read_body(request, MAX_PROBE_BYTES), timeout_s=20.0))
+
+    @app.post("/abort_request")
+    async def abort(request: Request) -> Response:
+        return _answer(await link.ask("abort", body=await read_body(request, MAX_PROBE_BYTES), timeout_s=10.0))
+
+    @app.get("/debug/queue")
+    async def queue() -> Response:
+        return _answer(await link.ask("queue"))
+
+    @app.get("/debug/overview")
+    async def get_overview() -> Response:
+        return _answer(await link.ask("overview"))
+
     @app.get("/debug/route")
     async def decisions() -> Response:
         return _answer(await link.ask("decisions"))
+
+
+def _add_dashboard(app: FastAPI) -> None:
+    """One page for people; it asks /debug/overview each second."""
+    page = files("fleet_router").joinpath("dashboard.html").read_bytes()
+
+    @app.get("/")
+    @app.get("/dashboard")
+    async def dashboard() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -18,11 +18,14 @@ class Desk(Protocol):
 
     counters: Counters  # of this process
     draining: bool
-    pick_id: str  # names the life of the brain in whose numbers picks are counted
 
     @property
     def table(self) -> Table[Any]:
         """The last one that the deciding half published."""
+
+    @property
+    def degraded(self) -> str:
+        """Why choices are worse than they should be; empty when they are not."""
 
     @property
     def synced(self) -> bool:

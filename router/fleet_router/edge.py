@@ -1,6 +1,7 @@
-"""The edge process: data port, brain, registry and load reports on one uvloop event loop. Started by the supervisor.
+"""An edge: the data port on one uvloop event loop, in front of a desk. Its process is started by the supervisor.
 
-Loads neither pydantic nor fastapi nor httpx (a test looks at the real process). Answers the control process over the link.
+With several edges the desk is a `RemoteDesk`, and the process loads neither the brain nor numpy; a single edge has the brain beside it
+(`single`). Neither loads pydantic, fastapi or httpx (tests look at the real processes).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import gc
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
 from typing import Final
@@ -19,19 +19,21 @@ import uvloop
 
 from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
-from fleet_router.answers import Answers
-from fleet_router.brain import Brain
+from fleet_router.access import HANDSHAKE_TIMEOUT_S, Access
+from fleet_router.desk import Desk
+from fleet_router.dialects import dialect_of
+from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_server import DataProtocol, Limits, ServerState
-from fleet_router.kv_feed.reader import KvReader
-from fleet_router.link import LinkServer
+from fleet_router.link import Channel, LinkServer, edge_link_name, listen
+from fleet_router.messages import Ask
 from fleet_router.metrics import Counters
-from fleet_router.observed import Observed
-from fleet_router.process import Handover, raise_file_limit, read_handover
-from fleet_router.registry import Endpoint, Registry
+from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
+from fleet_router.remote_desk import RemoteDesk
 from fleet_router.service import DataService
-from fleet_router.settings import Settings, split_url
+from fleet_router.settings import Settings
+from fleet_router.table import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ _REQUEST_ID_CHARS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO
 MAX_REQUEST_ID: Final = 128
 RESERVED_FILES: Final = 128  # for what is no client's: logs, link, questions to workers, idle connections, refusals
 FILES_PER_REQUEST: Final = 3  # the client's connection and two legs
+TABLE_WAIT_S: Final = 5.0
 
 
 def make_request_id(given: bytes | None) -> str:
@@ -54,54 +57,52 @@ def max_connections(max_files: int) -> int:
 
 
 class Edge:
-    """Wiring of one edge process."""
+    """Wiring of the HTTP half."""
 
-    def __init__(self, settings: Settings, *, max_files: int) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, settings: Settings, desk: Desk, pool: Pool, *, max_files: int) -> None:
         self.settings = settings
-        self.pool = Pool()
-        self.counters = Counters()
-        self.brain = Brain(settings, self.counters, loop.time)
-        self.encoders = Encoders(self.pool)
-        self.registry = Registry(self.pool, poll_interval_s=settings.poll_interval, on_change=self._endpoint_changed, on_load=self.brain.take_load)
-        self.brain.poke = self.registry.poke
-        self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
-        self.brain.on_suspect = self._suspect
-        self.kv_reader = KvReader(self.brain)
-        self.service = DataService(settings, self.brain, self.encoders, self.pool)
+        self.desk = desk
+        self.pool = pool
+        self.counters: Counters = desk.counters
+        self.encoders = Encoders(pool)
+        self.access = Access(settings, asyncio.get_running_loop().time, share=1 / max(1, settings.workers))
+        self.service = DataService(settings, desk, self.encoders, pool, self.access)
+        self.answers = EdgeAnswers(self.service)
         self.server_state = ServerState(
             Limits(
                 settings.max_body_bytes, settings.max_head_bytes, settings.head_timeout, settings.body_timeout,
                 settings.idle_timeout, settings.write_timeout, max_connections(max_files),
             ),
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
+            lambda path, error, request_id: dialect_of(path).error_body(error, request_id), self.access.cors_lines,
         )  # fmt: skip
-        answers = Answers(self.brain, self.service, lambda: len(self.server_state.connections))
-        self.link = LinkServer(answers.answer, self.take_observed)
         self._server: asyncio.Server | None = None
         self._listener: socket.socket | None = None
 
-    async def start(self, data: socket.socket, link: socket.socket) -> None:
-        """Opens the ports."""
-        loop = asyncio.get_running_loop()
-        self.registry.start()
-        self.kv_reader.start()
-        await self.link.start(link)
-        if self.settings.static:
-            self.registry.set_static([split_url(url) for url in self.settings.static])
+    def connections(self) -> int:
+        """Clients that are connected now."""
+        return len(self.server_state.connections)
+
+    async def open(self, data: socket.socket) -> None:
+        """Serves the data port: a bound socket, listening or not yet."""
         self._listener = data
-        self._server = await loop.create_server(lambda: DataProtocol(self.server_state), sock=data, backlog=1024)
+        self.access.start()
+        tls = self.access.tls
+        limit = HANDSHAKE_TIMEOUT_S if tls is not None else None
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: DataProtocol(self.server_state), sock=data, backlog=1024, ssl=tls, ssl_handshake_timeout=limit
+        )
 
     async def drain(self) -> None:
         """Not ready, after the delay no new connections, then the running requests, at most for the drain timeout."""
         loop = asyncio.get_running_loop()
-        self.brain.draining = True
-        log.info("draining", extra={"connections": len(self.server_state.connections)})
+        self.desk.draining = True
+        log.info("draining", extra={"connections": self.connections()})
         if self.settings.drain_delay:
             await asyncio.sleep(self.settings.drain_delay)
         self.server_state.draining = True
         if self._server is not None and self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)  # the supervisor holds the socket too: this ends listening for both
+            self._listener.shutdown(socket.SHUT_RDWR)  # the supervisor may hold the socket too: this ends listening for both
             self._server.close()
         for connection in list(self.server_state.connections):
             connection.begin_drain()
@@ -115,40 +116,52 @@ class Edge:
         await self.service.aborter.settle()
 
     async def close(self) -> None:
-        await self.link.close()
-        await self.registry.close()
-        await self.kv_reader.close()
+        await self.access.close()
         await self.encoders.close()
         await self.pool.close()
 
-    def take_observed(self, observed: Observed) -> None:
-        """A snapshot of discovery: pods first, so that nothing new is picked on one that goes."""
-        self.registry.set_pods(observed.pods)
-        self.brain.take_observed(observed)
 
-    def _endpoint_changed(self, endpoint: Endpoint) -> None:
-        self.brain.take_endpoint(endpoint)
-        record = endpoint.record
-        if record is not None and endpoint.healthy and not endpoint.removed:
-            self.encoders.want(record.model_revision, endpoint.host, endpoint.port)
+class RemoteEdge(Edge):
+    """An edge whose brain is another process."""
 
-    def _suspect(self, host: str, port: int, why: str) -> None:
-        for endpoint in list(self.registry.endpoints.values()):
-            if endpoint.host == host and endpoint.port == port:
-                self.registry.suspect(endpoint.key, why)
+    desk: RemoteDesk
+
+    def __init__(self, settings: Settings, *, index: int, max_files: int) -> None:
+        desk = RemoteDesk(settings, Counters(), index=index, answer=self._answer, connections=self.connections)
+        super().__init__(settings, desk, Pool(), max_files=max_files)
+        desk.on_ready = self._worker_ready
+        self._own_link = LinkServer(lambda: Channel(lambda c, m: None, lambda c: None, self._answer))
+
+    async def start(self, data: socket.socket, link_name: str, own_link: socket.socket) -> None:
+        """Opens the data port once the brain has told its table: until then other edges serve.
+
+        `own_link`: where the control process asks while there is no brain.
+        """
+        self.desk.start(link_name)
+        await self._own_link.start(own_link)
+        await self.desk.until_here(TABLE_WAIT_S)
+        await self.open(data)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.desk.close()
+        await self._own_link.close()
+
+    async def _answer(self, ask: Ask) -> bytes:
+        return await self.answers.answer(ask)
+
+    def _worker_ready(self, view: WorkerView) -> None:
+        self.encoders.want(view.record, view.host)
 
 
 async def serve(handover: Handover) -> int:
-    """The process's life."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's Ctrl-C: the supervisor says what happens
-    edge = Edge(handover.settings, max_files=raise_file_limit())
-    await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd))
+    """The life of one of several edges."""
+    stop = on_stop()
+    edge = RemoteEdge(handover.settings, index=handover.index, max_files=raise_file_limit())
+    await edge.start(socket.socket(fileno=handover.listen_fd), handover.link_name, listen(edge_link_name(handover.link_name, handover.index)))
     gc.collect()
     gc.freeze()
-    log.info("edge serves", extra={"router_id": handover.settings.router_id})
+    log.info("edge serves", extra={"router_id": handover.settings.router_id, "edge": handover.index})
     await stop.wait()
     await edge.drain()
     await edge.close()
@@ -160,6 +173,10 @@ def main(argv: list[str]) -> int:
     handover = read_handover(argv)
     die_with_parent(handover.parent_pid)
     set_up_logging("edge", handover.settings.log_level)
+    if handover.settings.workers == 1:
+        from fleet_router.single import serve as serve_single  # brings the brain, and numpy with it
+
+        return uvloop.run(serve_single(handover))
     return uvloop.run(serve(handover))
 
 

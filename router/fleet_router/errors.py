@@ -92,10 +92,9 @@ def shutting_down() -> ApiError:
     return ApiError(503, "this router is shutting down; send the request again", type=errors.OVERLOADED, code="shutting_down", retry_after_s=1)
 
 
+def aborted() -> ApiError:
+    return ApiError(409, "this request was ended by POST /abort_request on the router's control port", code="request_aborted")
+
+
 def internal() -> ApiError:
     return ApiError(500, "the router failed on this request; its log has the cause under this request id", type=errors.SERVER, code="internal")
-
-
-def sse_event(error: ApiError, request_id: str) -> bytes:
-    """One event of a stream that says why it ends."""
-    return b"data: " + error.body(request_id) + b"\n\n"

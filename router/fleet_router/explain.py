@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from fleet_router.decide import fleet
+from fleet_router.decide.rule import tie_limit
+
+ONLY: Final = "only one can serve"
+CACHED: Final = "holds most of the prompt"
+ELSEWHERE: Final = "cheaper than where the prompt is cached"
+NEAR_TIE: Final = "one of several equal ones, at random"
+CHEAPEST: Final = "least to do"
+REASONS: Final = (ONLY, CACHED, ELSEWHERE, NEAR_TIE, CHEAPEST)
+
+
+def reason(decision: fleet.Decision) -> tuple[str, int]:
+    """Why the worker that computes the prompt was chosen: one of REASONS, and how many others were as cheap. Pure."""
+    first = decision.chosen.first
+    terms = next(t for t in decision.terms if first in t.slots)
+    total, held = terms.total, decision.hits.gpu[terms.slots]
+    if terms.slots.size == 1:
+        return ONLY, 0
+    at = terms.slots.tolist().index(first)
+    near = total <= tie_limit(float(total[at]))
+    equals = int((near & (held == held[at])).sum()) - 1
+    if held.max() <= 0:
+        return (NEAR_TIE if equals else CHEAPEST), equals
+    if held[at] < held.max():
+        return ELSEWHERE, equals
+    if (held < held[at]).any():
+        return CACHED, equals
+    return (NEAR_TIE if equals else CHEAPEST), equals
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +44,7 @@ class Choice:
     revision: str
     request_id: str
     decision: fleet.Decision
+    at: float = field(default_factory=time.time)  # Unix time
 
     def as_json(self) -> dict[str, Any]:
         """What /debug/route shows."""
@@ -32,7 +61,12 @@ class Choice:
                         "costSeconds": sum(parts.values()), **parts,
                     }
                 )  # fmt: skip
+        why, equals = reason(d)
         return {
+            "at": self.at,
+            "reason": why,
+            "equals": equals,
+            "costSeconds": d.chosen.cost_s,
             "service": self.service,
             "revision": self.revision,
             "promptTokens": d.ask.prompt_tokens,

@@ -1,6 +1,7 @@
 """HTTP/1.1 towards workers: connections kept alive per address, each carrying one request at a time for a `Sink`.
 
-Raw protocol on the event loop; httptools finds where an answer ends, its bytes go on unchanged. Called by relay (streams) and by
+Raw protocol on the event loop; httptools finds where an answer ends, its bytes go on unchanged. A short answer whose head has the very
+bytes of one that was read before is not parsed again. Called by relay (streams) and by
 `fetch` (small questions). A kept connection that turns out to be dead is replaced once, silently, when no answer byte came.
 """
 
@@ -11,6 +12,7 @@ import contextlib
 import errno
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import httptools
@@ -23,6 +25,8 @@ IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
 STALE_S = 0.5  # a kept connection that ends so soon after a request was dead before it; later, the worker had taken it
 MAX_IDLE = 64
 MAX_HEAD_BYTES = 64 << 10
+MAX_HEADS = 256  # heads of answers that are known
+MAX_KNOWN_HEAD = 1 << 10  # bytes of each
 
 
 class Sink(Protocol):
@@ -35,6 +39,15 @@ class Sink(Protocol):
     def on_end(self) -> None: ...
 
     def on_lost(self, error: ApiError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KnownHead:
+    """What the head of a whole answer says that leaves the connection open."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    length: int
 
 
 class Connection(asyncio.Protocol):
@@ -55,6 +68,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._status = 0
         self._retry: tuple[bytes, ...] | None = None
+        self._raw_head = b""
+        self._paused = False
 
     # -- asyncio.Protocol
 
@@ -65,7 +80,15 @@ class Connection(asyncio.Protocol):
         if self.sink is None:  # bytes nobody asked for
             self.close()
             return
-        self.answered = True
+        if not self.answered:
+            self.answered = True
+            raw = data[: data.find(b"\r\n\r\n") + 4]
+            known = self.pool.heads.get(raw)
+            if known is not None and len(data) == len(raw) + known.length:
+                self._whole(known, data[len(raw) :])
+                return
+            self._raw_head = raw
+            self._parser = httptools.HttpResponseParser(self)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
@@ -100,6 +123,8 @@ class Connection(asyncio.Protocol):
             if not lengths and self._status not in (204, 304):
                 self._lose("the answer has no length, so its end could not be told")
                 return
+            if self._raw_head and self._status not in (204, 304):
+                self._know(lengths)
             self.sink.on_head(self._status, self._headers)
 
     def on_body(self, data: bytes) -> None:
@@ -108,34 +133,34 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._status < 200:
-            self._headers = []
+            self._headers, self._raw_head = [], b""
             return
         sink, self.sink = self.sink, None
-        if self._parser.should_keep_alive() and self.transport is not None and not self.transport.get_write_buffer_size():
-            self.pool.keep(self)
-        else:
+        if sink is None:  # an answer that nobody asked for
             self.close()
-        if sink is not None:
-            sink.on_end()
+            return
+        self._finish(keep_alive=self._parser.should_keep_alive())
+        sink.on_end()
 
     # -- used by pool and relay
 
     def send(self, parts: Sequence[bytes], sink: Sink) -> None:
         """Writes one request. The bytes are kept until the first answer byte, for the silent second try."""
         assert self.transport is not None and self.sink is None
-        self.sink, self.answered, self._headers, self._head_bytes = sink, False, [], 0
-        self._parser = httptools.HttpResponseParser(self)
+        self.sink, self.answered, self._headers, self._head_bytes, self._parser = sink, False, [], 0, None
         self._retry = tuple(parts) if self.reused else None
         self._sent_at = self.loop.time()
         self.transport.writelines(parts)
 
     def pause(self) -> None:
-        if self.transport is not None:
+        if self.transport is not None and not self._paused:
+            self._paused = True
             with contextlib.suppress(RuntimeError):
                 self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self.transport is not None:
+        if self._paused and self.transport is not None:
+            self._paused = False
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
 
@@ -145,6 +170,35 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
+    def _know(self, lengths: list[bytes]) -> None:
+        """Keeps the head that was just read, when its answer may come whole behind it and the connection goes on."""
+        raw, self._raw_head = self._raw_head, b""
+        plain = len(raw) <= MAX_KNOWN_HEAD and raw.count(b"\r\n") == raw.count(b"\n") == len(self._headers) + 2
+        if plain and lengths and len(set(lengths)) == 1 and lengths[0].lower() == b"content-length" and self._parser.should_keep_alive():
+            length = next(int(v) for n, v in self._headers if n.lower() == b"content-length")
+            if len(self.pool.heads) >= MAX_HEADS:
+                self.pool.heads.clear()
+            self.pool.heads[raw] = KnownHead(self._status, self._headers, length)
+
+    def _whole(self, head: KnownHead, body: bytes) -> None:
+        """An answer that came in one piece behind a known head."""
+        sink = self.sink
+        assert sink is not None
+        self._status = head.status
+        sink.on_head(head.status, head.headers)
+        if body and self.sink is sink:
+            sink.on_body(body)
+        if self.sink is sink:  # it may have ended the request
+            self.sink = None
+            self._finish(keep_alive=True)
+            sink.on_end()
+
+    def _finish(self, *, keep_alive: bool) -> None:
+        if keep_alive and self.transport is not None and not self.transport.get_write_buffer_size():
+            self.pool.keep(self)
+        else:
+            self.close()
+
     def _lose(self, why: str) -> None:
         sink = self.sink
         self.close()
@@ -153,11 +207,12 @@ class Connection(asyncio.Protocol):
 
 
 class Handle:
-    """A request under way: the right to end it. Survives the silent reconnect."""
+    """A request under way: the right to end it. Survives the silent reconnect. It passes the answer to the caller's sink until it is closed."""
 
-    __slots__ = ("connection", "done", "task")
+    __slots__ = ("connection", "done", "sink", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
         self.connection: Connection | None = None
         self.task: asyncio.Task[None] | None = None
         self.done = False
@@ -178,14 +233,7 @@ class Handle:
         if self.connection is not None:
             self.connection.resume()
 
-
-class _HandleSink:
-    """Passes an answer to the caller's sink while its handle is open, and knows which connection carries it."""
-
-    __slots__ = ("handle", "sink")
-
-    def __init__(self, handle: Handle, sink: Sink) -> None:
-        self.handle, self.sink = handle, sink
+    # -- what a connection tells
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.sink.on_head(status, headers)
@@ -194,15 +242,12 @@ class _HandleSink:
         self.sink.on_body(data)
 
     def on_end(self) -> None:
-        self._finish()
+        self.done, self.connection = True, None
         self.sink.on_end()
 
     def on_lost(self, error: ApiError) -> None:
-        self._finish()
+        self.done, self.connection = True, None
         self.sink.on_lost(error)
-
-    def _finish(self) -> None:
-        self.handle.done, self.handle.connection = True, None
 
 
 class Pool:
@@ -212,27 +257,30 @@ class Pool:
         self._idle: dict[tuple[str, int], deque[Connection]] = {}
         self._open: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.heads: dict[bytes, KnownHead] = {}  # by their bytes, up to the empty line
 
     def start(self, host: str, port: int, parts: Sequence[bytes], sink: Sink) -> Handle:
         """Sends a request; returns at once. Its outcome, a failed connect included, reaches the sink."""
-        handle = Handle()
-        inner = _HandleSink(handle, sink)
+        handle = Handle(sink)
         connection = self._reusable((host, port))
         if connection is not None:
             handle.connection = connection
-            connection.send(parts, inner)
+            connection.send(parts, handle)
         else:
-            self._dial((host, port), tuple(parts), inner)
+            self._dial((host, port), tuple(parts), handle)
         return handle
 
     def redial(self, address: tuple[str, int], parts: tuple[bytes, ...], sink: Sink) -> None:
         """The second try of a request whose kept connection was dead."""
-        self._dial(address, parts, cast(_HandleSink, sink))
+        assert isinstance(sink, Handle)
+        self._dial(address, parts, sink)
 
     def keep(self, connection: Connection) -> None:
         """Takes back a connection whose answer is complete."""
         connection.resume()
-        idle = self._idle.setdefault(connection.address, deque())
+        idle = self._idle.get(connection.address)
+        if idle is None:
+            idle = self._idle[connection.address] = deque()
         connection.idle_since = connection.loop.time()
         idle.append(connection)
         if len(idle) > MAX_IDLE:
@@ -268,28 +316,28 @@ class Pool:
             return connection
         return None
 
-    def _dial(self, address: tuple[str, int], parts: tuple[bytes, ...], sink: _HandleSink) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect(address, parts, sink))
-        sink.handle.task = task
+    def _dial(self, address: tuple[str, int], parts: tuple[bytes, ...], handle: Handle) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect(address, parts, handle))
+        handle.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, address: tuple[str, int], parts: tuple[bytes, ...], sink: _HandleSink) -> None:
+    async def _connect(self, address: tuple[str, int], parts: tuple[bytes, ...], handle: Handle) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(lambda: Connection(self, address), *address)
         except (OSError, TimeoutError) as e:
-            sink.handle.task = None
-            sink.on_lost(_connect_error(address, e))
+            handle.task = None
+            handle.on_lost(_connect_error(address, e))
             return
         self._open.add(connection)
-        sink.handle.task = None
-        if sink.handle.done:
+        handle.task = None
+        if handle.done:
             connection.close()
             return
-        sink.handle.connection = connection
-        connection.send(parts, sink)
+        handle.connection = connection
+        connection.send(parts, handle)
 
 
 def _connect_error(address: tuple[str, int], e: OSError) -> ApiError:
@@ -326,16 +374,25 @@ class _Collect:
 
 
 async def fetch(
-    pool: Pool, host: str, port: int, method: str, path: str, *, body: bytes = b"", timeout_s: float, limit_bytes: int = 1 << 20
-) -> tuple[int, bytes]:
+    pool: Pool, host: str, port: int, method: str, path: str, *,
+    body: bytes = b"", headers: Sequence[tuple[str, str]] = (), timeout_s: float, limit_bytes: int = 1 << 20,
+) -> tuple[int, bytes]:  # fmt: skip
     """One small question to a worker. Raises ApiError when there is no whole answer within the time."""
+    parts = request_parts(host, port, method, path, headers, body, "application/json")
+    return await collect(pool, host, port, parts, what=path, timeout_s=timeout_s, limit_bytes=limit_bytes)
+
+
+async def collect(
+    pool: Pool, host: str, port: int, parts: Sequence[bytes], *, what: str, timeout_s: float, limit_bytes: int = 1 << 20
+) -> tuple[int, bytes]:
+    """Sends a request and gives status and body of its answer. Raises ApiError when there is no whole one within the time."""
     sink = _Collect(limit_bytes)
-    handle = pool.start(host, port, request_parts(host, port, method, path, [], body, "application/json"), sink)
+    handle = pool.start(host, port, parts, sink)
     try:
         async with asyncio.timeout(timeout_s):
             return await sink.future
     except TimeoutError:
-        raise errors.worker_timeout(f"{host}:{port}", f"did not answer {path}", timeout_s, "a fixed limit") from None
+        raise errors.worker_timeout(f"{host}:{port}", f"did not answer {what}", timeout_s, "a fixed limit") from None
     finally:
         handle.close()
 
@@ -344,9 +401,8 @@ def request_parts(
     host: str, port: int, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, content_type: str
 ) -> tuple[bytes, ...]:
     """The bytes of a request: head, and body when there is one."""
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {f'[{host}]' if ':' in host else host}:{port}"]
-    lines += [f"{name}: {value}" for name, value in headers]
-    if body or method == "POST":
-        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"]
-    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    about = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if body or method == "POST" else ""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    head = f"{method} {path} HTTP/1.1\r\nHost: {where}\r\n{lines}{about}\r\n".encode("latin-1")
     return (head, body) if body else (head,)

@@ -1,7 +1,8 @@
 """HTTP/1.1 towards clients: one protocol object per connection, raw on the event loop, with every limit of the data port.
 
-httptools parses (and refuses ambiguous lengths); requests of one connection are answered in order, one at a time. The handler gets a
-`Request` and an `Exchange` to answer on. Limits: head and body size, time for head and body, time a client may leave an answer unread.
+httptools parses (and refuses ambiguous lengths); a head of the very bytes that it has read and passed before is not parsed again.
+Requests of one connection are answered in order, one at a time. The handler gets a `Request` and an `Exchange` to answer on. Limits:
+head and body size, time for head and body, time a client may leave an answer unread.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import httptools
 
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
+from fleet_router.http_head import INVALID, Head, body_too_large, path_of
 
 log = logging.getLogger(__name__)
 
 HIGH_WATER: Final = 256 << 10
 LOW_WATER: Final = 64 << 10
 MAX_PIPELINED: Final = 16
+MAX_WAITING_BYTES: Final = 1 << 20  # of pipelined bodies; more are read when their turn comes near
 REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; more are closed unheard
+MAX_HEADS: Final = 512  # heads that are known
+MAX_KNOWN_HEAD: Final = 2 << 10  # bytes of each
+MAX_BETWEEN_CHUNKS: Final = 64 << 10  # bytes of a body's framing beyond what its chunks need
+CHUNK_FRAMING: Final = 16  # bytes that a chunk's size and line ends may take
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 _REASONS: Final = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
+    200: b"OK", 204: b"No Content", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
     408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
     422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
     502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
@@ -48,22 +55,31 @@ class Limits:
     max_connections: int  # no flag: from the process's limit of open files
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One whole request."""
 
-    method: str
-    path: str
-    headers: list[tuple[bytes, bytes]]  # names in lower case
-    version: str
+    head: Head
     keep_alive: bool
     request_id: str
     body: bytes = b""
     refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
 
+    @property
+    def method(self) -> str:
+        return self.head.method
+
+    @property
+    def path(self) -> str:
+        return self.head.path
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return self.head.headers
+
     def header(self, name: bytes) -> bytes | None:
         """First value of a header; the name in lower case."""
-        return next((v for n, v in self.headers if n == name), None)
+        return self.head.header(name)
 
 
 Handler = Callable[[Request, "Exchange"], Coroutine[Any, Any, None]]
@@ -77,14 +93,24 @@ class ServerState:
     handler: Handler
     make_request_id: Callable[[bytes | None], str]
     on_limit: Callable[[str], None]
+    write_error: Callable[[str, ApiError, str], bytes] = lambda path, error, request_id: error.body(request_id)
+    more_head: Callable[[Request], bytes] = lambda request: b""  # header lines of every answer
     connections: set[DataProtocol] = field(default_factory=set)
     draining: bool = False
+    heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
+
+    def know(self, raw: bytes, head: Head) -> None:
+        """Keeps a head that was parsed and passed. Not one whose lines the parser may have ended elsewhere than at CR LF."""
+        if len(raw) <= MAX_KNOWN_HEAD and raw[:1].isalpha() and raw.count(b"\r\n") == raw.count(b"\n") == len(head.headers) + 2:
+            if len(self.heads) >= MAX_HEADS:
+                self.heads.clear()
+            self.heads[raw] = head
 
 
 class Exchange:
     """The answer to one request. All writes are dropped once the client is gone; `on_gone` tells it at once."""
 
-    __slots__ = ("_chunked", "_protocol", "ended", "on_gone", "on_pause", "on_resume", "request", "started", "status")
+    __slots__ = ("_chunked", "_protocol", "ended", "head_lines", "on_gone", "on_pause", "on_resume", "request", "started", "status")
 
     def __init__(self, protocol: DataProtocol, request: Request) -> None:
         self._protocol = protocol
@@ -93,6 +119,7 @@ class Exchange:
         self.ended = False
         self.status = 0
         self._chunked = False
+        self.head_lines = b""  # of this answer, beside those that all have
         self.on_gone: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -118,15 +145,19 @@ class Exchange:
 
     def fail(self, error: ApiError) -> None:
         """An answer that is an error."""
-        extra = ((b"Retry-After", str(error.retry_after_s).encode()),) if error.retry_after_s is not None else ()
-        self.respond(error.status, error.body(self.request.request_id), extra=extra)
+        extra: tuple[tuple[bytes, bytes], ...] = ()
+        if error.retry_after_s is not None:
+            extra = ((b"Retry-After", str(error.retry_after_s).encode()),)
+        if error.status == 401:
+            extra += ((b"WWW-Authenticate", b"Bearer"),)
+        self.respond(error.status, self._protocol.state.write_error(self.request.path, error, self.request.request_id), extra=extra)
 
     def start_stream(self, content_type: bytes) -> None:
         """Head of a stream: chunked, or until the connection ends for HTTP/1.0."""
         assert not self.started
         self.started = True
         self.status = 200
-        self._chunked = self.request.version != "1.0"
+        self._chunked = self.request.head.version != "1.0"
         if not self._chunked:
             self.request.keep_alive = False
         framing = b"Transfer-Encoding: chunked\r\n" if self._chunked else b""
@@ -157,18 +188,26 @@ class Exchange:
         self._protocol.answer_done(self)
 
     def _head(self, status: int, content_type: bytes, extra: tuple[tuple[bytes, bytes], ...], framing: bytes) -> bytes:
-        keep = self.request.keep_alive and not self._protocol.state.draining
-        self.request.keep_alive = keep
-        out = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: %b\r\n%b" % (
-            status, _REASONS.get(status, b"Status"), content_type, self.request.request_id.encode(), framing,
-        )  # fmt: skip
-        for name, value in extra:
-            out += name + b": " + value + b"\r\n"
-        if not keep:
-            out += b"Connection: close\r\n"
-        elif self.request.version == "1.0":
-            out += b"Connection: keep-alive\r\n"
-        return out + b"\r\n"
+        request = self.request
+        keep = request.keep_alive = request.keep_alive and not self._protocol.state.draining
+        begin = _begins.get((status, content_type))
+        if begin is None:
+            begin = _begin_of(status, content_type)
+        end = b"\r\n" if keep and request.head.version == "1.1" else b"Connection: keep-alive\r\n\r\n" if keep else b"Connection: close\r\n\r\n"
+        if extra:
+            end = b"".join([b"%b: %b\r\n" % pair for pair in extra]) + end
+        more = self._protocol.state.more_head(request)
+        return b"%b%b\r\n%b%b%b%b" % (begin, request.request_id.encode(), framing, more, self.head_lines, end)
+
+
+_begins: Final[dict[tuple[int, bytes], bytes]] = {}  # heads of answers up to the request id
+
+
+def _begin_of(status: int, content_type: bytes) -> bytes:
+    begin = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: " % (status, _REASONS.get(status, b"Status"), content_type)
+    if len(_begins) < MAX_HEADS:  # the type is the worker's own word
+        _begins[status, content_type] = begin
+    return begin
 
 
 class DataProtocol(asyncio.Protocol):
@@ -184,6 +223,10 @@ class DataProtocol(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
+        self._fires_at = 0.0  # loop time of `_timer`
+        self._due = 0.0  # loop time at which `_then` is called
+        self._then: Callable[[], None] | None = None
+        self._raw_head = b""  # of the message that is parsed now, when it came whole
         self._write_timer: asyncio.TimerHandle | None = None
         self._written = 0
         self._flushed = 0
@@ -196,8 +239,12 @@ class DataProtocol(asyncio.Protocol):
         self._head_bytes = 0
         self._head_done = False
         self._upgrade_offered = False
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""  # one piece as it came, more of them joined
         self._body_bytes = 0
+        self._raw_bytes = 0  # of the present message's body with its framing, as far as they came alone
+        self._chunks = 0
+        self._waiting_bytes = 0
+        self._owes_continue = False  # the client waits for our word before it sends its body
         self._request: Request | None = None
 
     # -- asyncio.Protocol
@@ -216,26 +263,42 @@ class DataProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._closed_for_reading:
+            self._linger = True
             return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as e:
-            if self._upgrade_offered:
-                self.data_received(self._without_upgrade() + data[e.args[0] :])
+        if not self._in_message and self.exchange is None and not self._waiting:
+            raw = data[: data.find(b"\r\n\r\n") + 4]
+            head = self.state.heads.get(raw)
+            if head is not None and len(data) == len(raw) + head.length and not self._is_too_many:
+                self._then = None
+                self._start(Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")), data[len(raw) :]))
                 return
-            self._closed_for_reading = True  # the request itself was delivered, the rest is no HTTP of ours
-            for request in self._waiting:
-                request.keep_alive = False
-            if self.exchange is not None:
-                self.exchange.request.keep_alive = False
+            self._raw_head = raw
+        else:
+            self._raw_head = b""
+        in_body = self._request if self._in_message and self._head_done else None
+        try:
+            self._feed(data)
         except httptools.HttpParserError as e:
             cause = e.__context__
             if isinstance(cause, ApiError):
                 self._refuse(cause)
             elif not self._closed_for_reading and self._last_keeps_alive():
-                self._refuse(ApiError(400, f"this is no valid HTTP/1.1 request: {e}", code="invalid_http"))
-            self._closed_for_reading = True
+                self._refuse(ApiError(400, f"this is no valid HTTP/1.1 request: {e}", code=INVALID))
+            self._closed_for_reading = self._linger = True
+        if in_body is not None and in_body is self._request and self._in_message:
+            self._check_framing(len(data))
         self._next()
+
+    def _feed(self, data: bytes) -> None:
+        """Parses; a request that offers another protocol is read again without its offer."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as e:
+                rest, head = rest[e.args[0] :], self._without_upgrade()
+                self._parser.feed_data(head)
 
     def eof_received(self) -> bool | None:
         return None  # a client that ends its side is gone: nothing of ours would reach a closed socket
@@ -243,6 +306,7 @@ class DataProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         self._disarm()
+        self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
         self._waiting.clear()
@@ -270,7 +334,7 @@ class DataProtocol(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._begin()
         self._in_message = True
-        if self._timer is None or self.exchange is None:
+        if self._then is None or self.exchange is None:
             self._arm(self.state.limits.head_timeout_s, self._head_late)
 
     def on_url(self, url: bytes) -> None:
@@ -289,36 +353,34 @@ class DataProtocol(asyncio.Protocol):
             self._upgrade_offered = True  # no error: clients offer h2c or websockets to everybody
             return
         self._head_done = True
-        version = self._parser.get_http_version()
-        request = Request(
-            self._parser.get_method().decode(), self._url.partition(b"?")[0].decode("latin-1"), self._headers, version,
-            bool(self._parser.should_keep_alive()), self.state.make_request_id(next((v for n, v in self._headers if n == b"x-request-id"), None)),
-        )  # fmt: skip
-        self._request = request
-        limit = self.state.limits.max_body_bytes
+        parser = self._parser
+        method, version = parser.get_method().decode(), parser.get_http_version()
+        head = Head(method, path_of(self._url), self._headers, version, bool(parser.should_keep_alive()))
+        self._request = Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")))
         if self._is_too_many:
             raise self._too_many()
-        if version not in ("1.0", "1.1"):
-            raise ApiError(505, f"HTTP/{version} is not spoken here; send HTTP/1.1", code="invalid_http")
-        hosts = sum(1 for n, _ in self._headers if n == b"host")
-        if hosts > 1 or (not hosts and version == "1.1"):
-            raise ApiError(400, f"a request has one Host header; this one has {hosts}", code="invalid_http")
-        if (coding := request.header(b"transfer-encoding")) is not None and coding.strip().lower() != b"chunked":
-            raise ApiError(400, f"Transfer-Encoding is {coding[:40].decode('latin-1')!r}; chunked is allowed", code="invalid_http")
-        if (length := request.header(b"content-length")) is not None and int(length) > limit:
-            raise self._too_large(int(length))
-        if (expect := request.header(b"expect")) is not None and version == "1.1":
-            if expect.lower() != b"100-continue":
-                raise ApiError(417, "Expect allows 100-continue only", code="invalid_http")
-            if self.exchange is None and not self._waiting and self.transport is not None:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        head.vet(self.state.limits.max_body_bytes)
+        if head.expects_continue:
+            self._owes_continue = True
+            self._go_on()
+        elif self._raw_head and not parser.should_upgrade() and head.header(b"transfer-encoding") is None:
+            self.state.know(self._raw_head, head)
+        self._raw_head = b""
         self._arm(self.state.limits.body_timeout_s, self._body_late)
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)
         if self._body_bytes > self.state.limits.max_body_bytes:
-            raise self._too_large(None)
-        self._body.append(data)
+            raise body_too_large(None, self.state.limits.max_body_bytes)
+        if not self._body:
+            self._body = data
+        elif isinstance(self._body, bytes):
+            self._body = bytearray(self._body) + data
+        else:
+            self._body += data
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
 
     def on_message_complete(self) -> None:
         if self._upgrade_offered:
@@ -327,10 +389,12 @@ class DataProtocol(asyncio.Protocol):
         self._disarm()
         request = self._request
         assert request is not None
-        request.body = b"".join(self._body)
-        self._body = []
+        request.body = bytes(self._body)
+        self._body = b""
+        self._owes_continue = False
         self._waiting.append(request)
-        if len(self._waiting) >= MAX_PIPELINED and self.transport is not None:
+        self._waiting_bytes += len(request.body)
+        if self._is_full and self.transport is not None:
             with contextlib.suppress(RuntimeError):
                 self.transport.pause_reading()
 
@@ -353,9 +417,12 @@ class DataProtocol(asyncio.Protocol):
         if self.transport is None:
             return
         if not exchange.request.keep_alive:
+            self._closed_for_reading = self._linger = True
             self._close()
-        else:
+        elif self._waiting or self._in_message or self._closed_for_reading or self.state.draining:
             self.loop.call_soon(self._next)
+        else:
+            self._arm(self.state.limits.idle_timeout_s, self._idle_late)
 
     def begin_drain(self) -> None:
         """No further request on this connection; an idle one ends now."""
@@ -367,10 +434,28 @@ class DataProtocol(asyncio.Protocol):
     def _begin(self) -> None:
         self._url = b""
         self._headers = []
-        self._head_bytes = self._body_bytes = 0
-        self._head_done = False
-        self._body = []
+        self._head_bytes = self._body_bytes = self._raw_bytes = self._chunks = 0
+        self._head_done = self._owes_continue = False
+        self._body = b""
         self._request = None
+
+    @property
+    def _is_full(self) -> bool:
+        """No more is read until some of what waits had its turn."""
+        return len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > MAX_WAITING_BYTES
+
+    def _go_on(self) -> None:
+        """The interim answer to a client that asked for it, when it is this request's turn."""
+        if self._owes_continue and self.exchange is None and not self._waiting and self.transport is not None:
+            self._owes_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _check_framing(self, count: int) -> None:
+        """A body in chunks may not be mostly what stands between them."""
+        self._raw_bytes += count
+        if self._raw_bytes - self._body_bytes - CHUNK_FRAMING * self._chunks > MAX_BETWEEN_CHUNKS:
+            text = f"there are more than {MAX_BETWEEN_CHUNKS} bytes between the body's chunks; send larger chunks, without extensions"
+            self._refuse(ApiError(400, text, code=INVALID))
 
     def _without_upgrade(self) -> bytes:
         """The head that was read, without its offer to speak another protocol, for a new parser: RFC 9110 lets a server ignore an offer, but
@@ -390,18 +475,23 @@ class DataProtocol(asyncio.Protocol):
         if not self._waiting:
             if self._closed_for_reading:
                 self._close()
-            elif not self._in_message:
-                if self.state.draining:
-                    self._close()
-                else:
-                    self._arm(self.state.limits.idle_timeout_s, self._idle_late)
+            elif self._in_message:
+                self._go_on()
+            elif self.state.draining:
+                self._close()
+            elif self._then is None:  # bytes that are no request yet stretch no limit
+                self._arm(self.state.limits.idle_timeout_s, self._idle_late)
             return
         if not self._in_message:
             self._disarm()
         request = self._waiting.popleft()
-        if len(self._waiting) < MAX_PIPELINED:
+        self._waiting_bytes -= len(request.body)
+        if not self._is_full:
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
+        self._start(request)
+
+    def _start(self, request: Request) -> None:
         exchange = self.exchange = Exchange(self, request)
         if request.refused is not None:
             exchange.fail(request.refused)
@@ -437,18 +527,10 @@ class DataProtocol(asyncio.Protocol):
         self._disarm()
         request = self._request
         if request is None or (self._waiting and self._waiting[-1] is request):
-            request = Request("GET", "", [], "1.1", False, self.state.make_request_id(None))
+            request = Request(Head("GET", "", [], "1.1", False), False, self.state.make_request_id(None))
         request.refused, request.keep_alive = error, False
         self._waiting.append(request)
         self._next()
-
-    def _too_large(self, length: int | None) -> ApiError:
-        got = f"{length} bytes" if length is not None else "longer"
-        return ApiError(
-            413,
-            f"the request body is {got}; at most {self.state.limits.max_body_bytes} bytes are allowed (--max-body-bytes of the router)",
-            code="body_too_large",
-        )
 
     def _too_many(self) -> ApiError:
         """What a client hears before this process runs out of files, when it could tell nobody any more."""
@@ -462,27 +544,45 @@ class DataProtocol(asyncio.Protocol):
             raise ApiError(431, f"the request's head is longer than {limit} bytes", code="head_too_large")
 
     def _arm(self, seconds: float, then: Callable[[], None]) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(seconds, then)
+        """One limit at a time. The timer is not moved with every request: it looks when it fires what is due."""
+        due = self._due = self.loop.time() + seconds
+        self._then = then
+        if self._timer is None or due < self._fires_at:
+            self._cancel_timer()
+            self._fires_at = due
+            self._timer = self.loop.call_later(seconds, self._on_timer)
 
     def _disarm(self) -> None:
+        self._then = None
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        then, left = self._then, self._due - self.loop.time()
+        if then is None:
+            return
+        if left > 0.001:
+            self._fires_at = self._due
+            self._timer = self.loop.call_later(left, self._on_timer)
+            return
+        self._then = None
+        then()
 
     def _idle_late(self) -> None:
         self.state.on_limit("idle_timeout")
         self._close()
 
     def _head_late(self) -> None:
-        self._timer = None
         if self._in_message or self._head_bytes:
             self._late("head", self.state.limits.head_timeout_s, "--head-timeout")
         else:
             self._idle_late()
 
     def _body_late(self) -> None:
-        self._timer = None
         self._late("body", self.state.limits.body_timeout_s, "--body-timeout")
 
     def _late(self, part: str, seconds: float, flag: str) -> None:
@@ -507,16 +607,26 @@ class DataProtocol(asyncio.Protocol):
         self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
 
     def _close(self) -> None:
-        """Ends the connection after what is written; never waits longer than the limits."""
+        """Ends the connection after what is written. A client that may still be sending is read from for a while: bytes that meet a closed
+        socket would reset it, and the client would lose our answer."""
         self._disarm()
+        self._cancel_timer()
         transport = self.transport
         if transport is None or transport.is_closing():
             return
         if self._linger:
             with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
                 transport.write_eof()
-            self._timer = self.loop.call_later(LINGER_S, transport.abort)
+            self._timer = self.loop.call_later(LINGER_S, self._end_linger)
+        else:
+            transport.close()
+
+    def _end_linger(self) -> None:
+        """The time of a client that does not close its side counts from our last byte; until then the limit of writing does."""
+        self._timer = None
+        if self.transport is None:
             return
-        if transport.get_write_buffer_size():
-            self._timer = self.loop.call_later(self.state.limits.write_timeout_s, transport.abort)
-        transport.close()
+        if self.transport.get_write_buffer_size():
+            self._timer = self.loop.call_later(LINGER_S, self._end_linger)
+        else:
+            self.transport.abort()

@@ -24,6 +24,7 @@ class Want:
     exclude: Collection[WorkerView] = field(default_factory=tuple)
     request_id: str = ""
     any_role: bool = False  # no generation: every ready worker can answer
+    prompt_only: bool = False  # nothing behind the prompt is computed: a prefill worker can answer alone
     silent: bool = False  # the answer comes in one piece: nobody sees its first token
     tenant: str = ""
     klass: str = "default"
@@ -35,7 +36,7 @@ class Leg:
     """One worker's part of a lease."""
 
     worker: WorkerView
-    pick_number: int  # of the desk's `pick_id`: the worker echoes it in its load reports
+    pick_number: int  # of the lease's `pick_id`: the worker echoes it in its load reports
     released: bool = False
 
 
@@ -45,6 +46,7 @@ class Lease:
 
     desk: Desk
     number: int  # of this desk, never used again
+    pick_id: str  # whose numbers the picks have: one life of a brain, or of an edge that chose without one
     serving: Leg  # gives the client's answer
     prefill: Leg | None
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""The unix socket between the edge process and the control process: framed msgpack, questions with answers and one-way news.
+"""The link: the unix socket of the process that decides, and the channels over it. Control asks over one, each edge works over one.
 
 The socket has an abstract name (no file to leave behind, works with a read-only root); only processes of the same user get in.
 Source of the peer check: unix(7), SO_PEERCRED.
@@ -7,120 +7,188 @@ Source of the peer check: unix(7), SO_PEERCRED.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, cast
 
 import msgspec
-from msgspec import Struct
 
 from fleet_contract.errors import ApiError
+from fleet_router.messages import Ask, Message, News, Reply
 from fleet_router.observed import Observed
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME: Final = 256 << 20
+MAX_FRAME: Final = 2 << 30  # a question may carry a request's body
+MAX_BUFFERED: Final = 256 << 20  # beyond its last frame: a peer that does not read is as good as dead
+RECONNECT_S: Final = 0.05
 _length = struct.Struct("<I")
 _ucred = struct.Struct("3i")
-
-
-class Ask(Struct, tag="ask"):
-    """A question of the control process: `what` is a method of the edge's answerer."""
-
-    id: int
-    what: str
-    args: list[str] = []
-    body: bytes = b""
-
-
-class Reply(Struct, tag="reply"):
-    """The answer: JSON or msgpack bytes as the question says, or an error's status and JSON body."""
-
-    id: int
-    status: int = 200
-    body: bytes = b""
-
-
-class News(Struct, tag="news"):
-    """Discovery's snapshot."""
-
-    observed: Observed
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Ask | Reply | News] = msgspec.msgpack.Decoder(Ask | Reply | News)
+_decoder: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[Message])
+
+Answer = Callable[[Ask], Awaitable[bytes]]
 
 
 def listen(name: str) -> socket.socket:
-    """The edge's side of the link, listening. Linux only."""
+    """A listening end. Linux only."""
     s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     s.bind("\0" + name)
-    s.listen(8)
+    s.listen(128)
     s.setblocking(False)
     return s
 
 
-async def _receive(reader: asyncio.StreamReader) -> Ask | Reply | News:
-    (length,) = _length.unpack(await reader.readexactly(_length.size))
-    if length > MAX_FRAME:
-        raise ConnectionError(f"frame of {length} bytes on the link")
-    return _decoder.decode(await reader.readexactly(length))
+def edge_link_name(link_name: str, index: int) -> str:
+    """Where an edge itself can be asked whether it serves, when the brain is away."""
+    return f"{link_name}-edge-{index}"
 
 
-def _send(writer: asyncio.StreamWriter, message: Ask | Reply | News) -> None:
-    body = _encoder.encode(message)
-    writer.writelines((_length.pack(len(body)), body))
+def brain_away() -> ApiError:
+    text = "the router's deciding process does not answer; it is being restarted"
+    return ApiError(503, text, type="overloaded_error", code="brain_away", retry_after_s=1)
 
 
-class LinkServer:
-    """The edge's side: answers questions, takes news."""
+async def no_answers(ask: Ask) -> bytes:
+    """For an end that is asked nothing."""
+    raise ValueError(f"unknown question {ask.what!r}")
 
-    def __init__(self, answer: Callable[[Ask], Awaitable[bytes]], on_news: Callable[[Observed], None]) -> None:
+
+class Channel(asyncio.Protocol):
+    """One connection of the link, the same at both ends: messages both ways, and questions with answers.
+
+    All that is sent in one turn of the event loop leaves as one frame, in order. A peer that breaks the rules is cut off.
+    """
+
+    def __init__(
+        self, on_message: Callable[[Channel, Message], None], on_lost: Callable[[Channel], None], answer: Answer,
+        on_made: Callable[[Channel], None] = lambda channel: None,
+    ) -> None:  # fmt: skip
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_made = on_made
         self._answer = answer
-        self._on_news = on_news
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._out: list[Message] = []
+        self._in = bytearray()
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._answers: set[asyncio.Task[None]] = set()
+        self._next = 0
+        self.heard_at = self._loop.time()
+        self.lost = asyncio.Event()
 
-    async def start(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, sock=listener)
+    # -- asyncio.Protocol
 
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("socket")
+        if _ucred.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size))[1] != os.geteuid():
+            self._transport.abort()
+            return
+        self._on_made(self)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        answers: set[asyncio.Task[None]] = set()
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
+        self._in += data
+        at = 0
         try:
-            peer = writer.get_extra_info("socket")
-            if _ucred.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _ucred.size))[1] != os.geteuid():
-                return
-            while True:
-                message = await _receive(reader)
-                if isinstance(message, Ask):
-                    one = asyncio.get_running_loop().create_task(self._reply(message, writer))
-                    answers.add(one)
-                    one.add_done_callback(answers.discard)
-                elif isinstance(message, News):
-                    self._on_news(message.observed)
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            self._tasks.discard(task)
-            for one in answers:
-                one.cancel()
-            writer.close()
+            while len(self._in) - at >= _length.size:
+                (length,) = _length.unpack_from(self._in, at)
+                if length > MAX_FRAME:
+                    raise ValueError(f"a frame of {length} bytes")
+                if len(self._in) - at - _length.size < length:
+                    break
+                with memoryview(self._in) as view:
+                    batch = _decoder.decode(view[at + _length.size : at + _length.size + length])
+                at += _length.size + length
+                for message in batch:
+                    self._take(message)
+        except Exception:  # the border between two processes: a message that breaks us must not end all others
+            log.exception("a message on the link could not be handled: the connection is closed")
+            self._in = bytearray()
+            self.abort()
+            return
+        del self._in[:at]
 
-    async def _reply(self, ask: Ask, writer: asyncio.StreamWriter) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionError("the other process went away"))
+        self._waiting.clear()
+        for task in self._answers:
+            task.cancel()
+        self.lost.set()
+        self._on_lost(self)
+
+    # -- used by its owner
+
+    def send(self, message: Message) -> None:
+        """Leaves with all else of this turn of the loop; is dropped when the connection is gone."""
+        if self._transport is None:
+            return
+        if not self._out:
+            self._loop.call_soon(self.flush)
+        self._out.append(message)
+
+    def flush(self) -> None:
+        """Writes what was sent."""
+        if self._transport is None or not self._out:
+            self._out.clear()
+            return
+        if self._transport.get_write_buffer_size() > MAX_BUFFERED:
+            log.error("a process does not read from the link: the connection is closed")
+            self.abort()
+            return
+        body = _encoder.encode(self._out)
+        self._out.clear()
+        self._transport.writelines((_length.pack(len(body)), body))
+
+    async def ask(self, what: str, *args: str, body: bytes = b"", timeout_s: float) -> Reply:
+        """One question. Raises ConnectionError or TimeoutError without an answer."""
+        if self._transport is None:
+            raise ConnectionError("not connected")
+        self._next += 1
+        number = self._next
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._waiting[number] = future
+        self.send(Ask(number, what, list(args), body))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        finally:
+            self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        """What was sent still leaves."""
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- inside
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Reply):
+            future = self._waiting.pop(message.id, None)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, Ask):
+            task = self._loop.create_task(self._reply(message))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+        else:
+            self._on_message(self, message)
+
+    async def _reply(self, ask: Ask) -> None:
         try:
             reply = Reply(ask.id, 200, await self._answer(ask))
         except ApiError as e:
@@ -130,66 +198,110 @@ class LinkServer:
             reply = Reply(
                 ask.id, 500, ApiError(500, "the router failed on this question; see its log", type="server_error", code="internal").body("")
             )
-        with contextlib.suppress(ConnectionError):
-            _send(writer, reply)
-            await writer.drain()
+        self.send(reply)
+
+
+class LinkServer:
+    """A listening end."""
+
+    def __init__(self, make: Callable[[], Channel]) -> None:
+        self._make = make
+        self._channels: set[Channel] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        self._server = await asyncio.get_running_loop().create_unix_server(self._accept, sock=listener)
+
+    async def close(self) -> None:
+        """Ends every channel."""
+        if self._server is not None:
+            self._server.close()
+        channels = [c for c in self._channels if not c.lost.is_set()]
+        for channel in channels:
+            channel.close()
+        await asyncio.gather(*(c.lost.wait() for c in channels))
+
+    def _accept(self) -> Channel:
+        self._channels = {c for c in self._channels if not c.lost.is_set()}
+        channel = self._make()
+        self._channels.add(channel)
+        return channel
+
+
+async def connect(name: str, make: Callable[[], Channel]) -> Channel:
+    """The other end. Raises OSError when nobody listens."""
+    s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        s.connect("\0" + name)
+    except OSError:
+        s.close()
+        raise
+    _, channel = await asyncio.get_running_loop().create_unix_connection(make, sock=s)
+    return channel
+
+
+async def keep_connected(name: str, make: Callable[[], Channel]) -> None:
+    """Connects, and again whenever the connection is lost. Ends by cancellation only."""
+    while True:
+        try:
+            channel = await connect(name, make)
+            await channel.lost.wait()
+        except OSError:
+            pass
+        await asyncio.sleep(RECONNECT_S)
 
 
 class LinkClient:
-    """The control process's side: keeps a connection, asks, sends news again after each reconnect."""
+    """The control process's end: asks, and sends news again after each reconnect."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, edges: int = 0) -> None:
+        """`edges`: so many edge processes can be asked when the brain is away."""
         self._name = name
-        self._writer: asyncio.StreamWriter | None = None
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._next = 0
+        self._edges = edges
+        self._channel: Channel | None = None
         self._news: Observed | None = None
 
     async def run(self) -> None:
-        """Connects, and connects again when the edge was restarted. Ends by cancellation."""
-        while True:
-            try:
-                reader, self._writer = await asyncio.open_unix_connection("\0" + self._name)
-                if self._news is not None:
-                    _send(self._writer, News(self._news))
-                while True:
-                    message = await _receive(reader)
-                    if isinstance(message, Reply) and (future := self._waiting.pop(message.id, None)) is not None and not future.done():
-                        future.set_result(message)
-            except (OSError, asyncio.IncompleteReadError):
-                pass
-            finally:
-                if self._writer is not None:
-                    self._writer.close()
-                self._writer = None
-                for future in self._waiting.values():
-                    if not future.done():
-                        future.set_exception(ConnectionError("the edge process went away"))
-                self._waiting.clear()
-            await asyncio.sleep(0.05)
+        """Keeps the connection. Ends by cancellation."""
+        await keep_connected(self._name, lambda: Channel(lambda c, m: None, self._lost, no_answers, self._made))
 
     def send_news(self, observed: Observed) -> None:
-        """The last snapshot reaches the edge now or when it is back."""
+        """The last snapshot reaches the brain now or when it is back."""
         self._news = observed
-        if self._writer is not None:
-            _send(self._writer, News(observed))
+        if self._channel is not None:
+            self._channel.send(News(observed))
 
     async def ask(self, what: str, *args: str, body: bytes = b"", timeout_s: float = 3.0) -> Reply:
-        """One question. Raises ApiError 503 when the edge does not answer."""
-        unavailable = ApiError(
-            503, "the router's data process does not answer; it is being restarted", type="overloaded_error", code="brain_away", retry_after_s=1
-        )
-        if self._writer is None:
-            raise unavailable
-        self._next += 1
-        number = self._next
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        _send(self._writer, Ask(number, what, list(args), body))
+        """One question. Raises ApiError 503 when the brain does not answer."""
+        if self._channel is None:
+            raise brain_away()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await future
+            return await self._channel.ask(what, *args, body=body, timeout_s=timeout_s)
         except (TimeoutError, ConnectionError):
-            raise unavailable from None
-        finally:
-            self._waiting.pop(number, None)
+            raise brain_away() from None
+
+    async def ask_ready(self) -> Reply:
+        """Whether this router serves: what the brain says, without a brain what any edge says. Raises ApiError 503 when none answers."""
+        try:
+            return await self.ask("ready", timeout_s=1.0)
+        except ApiError:
+            for index in range(self._edges):
+                try:
+                    channel = await connect(edge_link_name(self._name, index), lambda: Channel(lambda c, m: None, lambda c: None, no_answers))
+                except OSError:
+                    continue
+                try:
+                    return await channel.ask("ready", timeout_s=0.3)
+                except (TimeoutError, ConnectionError):
+                    continue
+                finally:
+                    channel.close()
+            raise
+
+    def _made(self, channel: Channel) -> None:
+        self._channel = channel
+        if self._news is not None:
+            channel.send(News(self._news))
+
+    def _lost(self, channel: Channel) -> None:
+        self._channel = None

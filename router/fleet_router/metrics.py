@@ -1,12 +1,12 @@
 """Counters of the brain and their Prometheus text.
 
 Families (all start with `radixfleet_router_`): `requests_total{path,status}` answers by path and status class; `picks_total{role}`;
-`retries_total{reason}`; `retries_refused_total`; `breakers_opened_total`; `aborts_total`; `client_gone_total`;
-`limits_total{limit}` connections ended by a limit of ours;
+`safe_picks_total`, `brain_lost_total` of edges without their brain; `retries_total{reason}`; `retries_refused_total`;
+`breakers_opened_total`; `aborts_total`; `client_gone_total`; `limits_total{limit}` connections ended by a limit of ours;
 `prompt_tokens_total`, `predicted_cached_tokens_total`, `cached_tokens_total` for prompts whose worker told what it had cached;
 KV events: `event_gaps_total`, `event_restarts_total`, `event_replays_total`, `event_snapshots_total`, `event_rounds_given_up_total`,
 `event_streams_died_total`, `bad_events_total{reason}`, gauges `event_streams{trust}`, `event_lag_seconds`;
-`first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `workers{state}`, `index_keys`, `up`.
+`first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `edges` (with several), `workers{state}`, `index_keys`, `up`.
 Labels come from closed sets: no model, no client text.
 """
 
@@ -27,6 +27,8 @@ _HELP: Final = {
     "breakers_opened_total": "Times that a worker got no requests for a while, after faults in a row.",
     "aborts_total": "Abort calls to workers.",
     "client_gone_total": "Clients that left before their answer was complete.",
+    "safe_picks_total": "Choices of an edge without its brain.",
+    "brain_lost_total": "Times that an edge lost its brain.",
     "limits_total": "Connections ended by a limit of the router.",
     "prompt_tokens_total": "Prompt tokens of requests whose worker told what it had cached.",
     "predicted_cached_tokens_total": "Tokens that the index expected to be cached for them.",
@@ -50,6 +52,20 @@ class Snapshot(Struct):
     gauges: list[tuple[str, tuple[tuple[str, str], ...], float]] = field(default_factory=list)
     first_byte: list[int] = field(default_factory=list)
     first_byte_sum: float = 0.0
+
+
+def merge(first: Snapshot, *others: Snapshot) -> Snapshot:
+    """The sum of counters and histograms; gauges are those of the first."""
+    counters: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    first_byte = [0] * (len(BUCKETS_S) + 1)
+    seconds = 0.0
+    for s in (first, *others):
+        for name, labels, value in s.counters:
+            counters[name, labels] = counters.get((name, labels), 0) + value
+        for n, count in enumerate(s.first_byte):
+            first_byte[n] += count
+        seconds += s.first_byte_sum
+    return Snapshot([(*key, value) for key, value in counters.items()], list(first.gauges), first_byte, seconds)
 
 
 class Counters:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
+import signal
 
 import msgspec
 from msgspec import Struct
@@ -16,8 +18,9 @@ class Handover(Struct, frozen=True):
     settings: Settings
     parent_pid: int
     link_name: str
-    listen_fd: int
+    listen_fd: int = -1
     link_fd: int = -1
+    index: int = 0  # of an edge
 
 
 def raise_file_limit() -> int:
@@ -30,3 +33,12 @@ def raise_file_limit() -> int:
 def read_handover(argv: list[str]) -> Handover:
     """The child's one argument."""
     return msgspec.json.decode(argv[1], type=Handover)
+
+
+def on_stop() -> asyncio.Event:
+    """Set by SIGTERM. A terminal's Ctrl-C is ignored: the supervisor says what happens."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    return stop

@@ -1,6 +1,7 @@
-"""Which workers there are and how they are: reads `/readyz` and `/worker` of every endpoint, and listens to their load reports.
+"""Which workers there are and how they are: asks every endpoint in the way of its engine, and listens to load reports.
 
-Lives on the edge's event loop. Endpoints come from flags (static) or discovery (pods); a worker's identity comes from its own record.
+Engines that send no reports are asked for their load: often while they work, rarely while they idle. Lives on the edge's event loop.
+Endpoints come from flags (static) or discovery (pods); a worker's identity comes from its own record.
 Changes are told to the brain by one callback; the brain decides, this module only gathers.
 """
 
@@ -21,14 +22,19 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import LoadReport, WorkerRecord
 from fleet_router.decide.load import REPORT_LIFE_S
+from fleet_router.engines import engine_of
+from fleet_router.engines.base import Fetch, PolledLoad, key_headers
 from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
 from fleet_router.http_client import Pool, fetch
 from fleet_router.observed import PodFacts
+from fleet_router.target import Target
 
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
 FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
+IDLE_LOAD_EVERY: Final = 5  # polls between two questions for the load of a worker that had none
+CODE_UNREACHABLE: Final = "worker_unreachable"
 FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
 MISSES: Final = 2  # polls in a row without an answer after which a ready worker counts as stalled: one may be a busy machine
 MISSES_OF_REPORTING: Final = 5  # the same, while its load reports still come: its scheduler works, only its http process is slow
@@ -36,7 +42,7 @@ MISSES_OF_REPORTING: Final = 5  # the same, while its load reports still come: i
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One internal port we ask. `pod` is None in static mode."""
+    """One port we ask. `pod` is None in static mode."""
 
     key: str
     host: str
@@ -53,6 +59,18 @@ class Endpoint:
     task: asyncio.Task[None] | None = None
     wake: asyncio.Event | None = None
     load_address: str = ""
+    named: Target | None = None  # by a user; else it is our runtime
+    life: int = 0  # grows while it cannot be reached: an engine that names no incarnation has a new one afterwards
+    load: PolledLoad | None = None
+    drain_asked: str | None = None  # RFC 3339, by an operator of this router
+
+    @property
+    def target(self) -> Target:
+        return self.named or Target(self.host, self.port)
+
+    @property
+    def drain_deadline(self) -> str | None:
+        return self.pod.drain_deadline if self.pod is not None else self.drain_asked
 
 
 def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
@@ -64,7 +82,7 @@ def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
     pod = endpoint.pod
     if endpoint.removed or (pod is not None and pod.terminal):
         return "failed"
-    if draining or (pod is not None and (pod.deleting or pod.drain_deadline is not None)):
+    if draining or endpoint.drain_deadline is not None or (pod is not None and pod.deleting):
         return "draining"
     if endpoint.healthy and (pod is None or pod.ready):
         return "ready"
@@ -72,7 +90,8 @@ def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
 
 
 class Registry:
-    """All endpoints. `on_change(endpoint)` after each change of record or health; `on_load(topic, report)` for each load report."""
+    """All endpoints. `on_change(endpoint)` after each change of record or health; `on_load(topic, report)` for each load report, `on_polled`
+    for each answer of an engine that has to be asked."""
 
     def __init__(
         self, pool: Pool, *, poll_interval_s: float, on_change: Callable[[Endpoint], None], on_load: Callable[[str, LoadReport], None]
@@ -82,6 +101,7 @@ class Registry:
         self._poll_interval_s = poll_interval_s
         self._on_change = on_change
         self._on_load = on_load
+        self.on_polled: Callable[[Endpoint, PolledLoad], None] = lambda endpoint, load: None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"load@")
@@ -104,10 +124,28 @@ class Registry:
         self._socket.close()
         self._context.destroy(linger=0)
 
-    def set_static(self, addresses: list[tuple[str, int]]) -> None:
-        """The endpoints of static mode; they stay for the process's life."""
-        for host, port in addresses:
-            self._add(Endpoint(f"{host}:{port}", host, port))
+    def set_static(self, targets: list[Target]) -> None:
+        """The endpoints of static mode."""
+        for target in targets:
+            self.add(target)
+
+    def add(self, target: Target) -> Endpoint | None:
+        """One more endpoint of static mode; None when its address is taken."""
+        if target.key in self.endpoints:
+            return None
+        endpoint = Endpoint(target.key, target.host, target.port, named=target)
+        self._add(endpoint)
+        return endpoint
+
+    def drain(self, key: str, deadline: str | None) -> bool:
+        """A static worker gets nothing new from now on (None: it does again); False when there is none of that name."""
+        endpoint = self.endpoints.get(key)
+        if endpoint is None or endpoint.pod is not None:
+            return False
+        if endpoint.drain_asked != deadline:
+            endpoint.drain_asked = deadline
+            self._on_change(endpoint)
+        return True
 
     def set_pods(self, pods: list[PodFacts]) -> None:
         """The worker pods of a discovery snapshot: new ones are asked, gone ones are removed, changed ones are told on at once."""
@@ -161,6 +199,8 @@ class Registry:
             doubtful = endpoint.wake.is_set()
             endpoint.wake.clear()
             await self._ask(endpoint, full=doubtful or not endpoint.healthy or polls % FULL_READ_EVERY == 0)
+            if endpoint.healthy and (endpoint.load != PolledLoad() or polls % IDLE_LOAD_EVERY == 0):
+                await self._ask_load(endpoint)
             polls += 1
             sure = endpoint.healthy and not endpoint.missed
             pause = self._poll_interval_s if sure else min(FAST_POLL_S, self._poll_interval_s)
@@ -171,16 +211,19 @@ class Registry:
     async def _ask(self, endpoint: Endpoint, *, full: bool) -> None:
         """One poll: health, and the record when it may have changed."""
         record, reason = endpoint.record, ""
+        engine = engine_of(endpoint.target.engine)
+        ask = self._fetch_of(endpoint)
         try:
-            status, body = await fetch(self._pool, endpoint.host, endpoint.port, "GET", "/readyz", timeout_s=ASK_TIMEOUT_S)
-            healthy = status == 200
-            reason = "" if healthy else f"/readyz answers {status}: {body[:200].decode('utf-8', 'replace')}"
-            if full or record is None:
-                record = await self._read_record(endpoint)
+            reason = await engine.trouble(ask)
+            healthy = not reason
+            if (full or record is None) and (healthy or engine.kind == names.ENGINE_OURS):
+                record = await engine.record(ask, endpoint.target, record, str(endpoint.life))
             endpoint.missed = 0
         except (ApiError, msgspec.DecodeError) as e:
             if isinstance(e, ApiError) and e.code == OUT_OF_FILES:
                 return  # it was not even asked: what we knew stands
+            if isinstance(e, ApiError) and e.code == CODE_UNREACHABLE:
+                endpoint.life += 1
             healthy, reason = self._survives(endpoint, e), str(e)
         if endpoint.pod is not None and record is not None and record.pod_uid != endpoint.pod.uid:
             record, reason = None, "another pod answers at this address"  # the address was given to a new pod
@@ -205,13 +248,29 @@ class Registry:
         reports = asyncio.get_running_loop().time() - endpoint.reported_at <= REPORT_LIFE_S
         return endpoint.healthy and endpoint.missed < (MISSES_OF_REPORTING if reports else MISSES)
 
-    async def _read_record(self, endpoint: Endpoint) -> WorkerRecord | None:
-        status, body = await fetch(self._pool, endpoint.host, endpoint.port, "GET", "/worker", timeout_s=ASK_TIMEOUT_S)
-        if status != 200:
-            return endpoint.record
-        record = msgspec.json.decode(body, type=WorkerRecord)
-        ports = msgspec.structs.replace(record.ports, internal=endpoint.port)
-        return msgspec.structs.replace(record, ports=ports)
+    async def _ask_load(self, endpoint: Endpoint) -> None:
+        """The load of an engine without reports. One that does not tell is as busy as our own picks make it."""
+        record = endpoint.record
+        assert record is not None
+        try:
+            endpoint.load = await engine_of(record.engine).load(self._fetch_of(endpoint), record)
+        except (ApiError, msgspec.DecodeError) as e:
+            log.debug("no load", extra={"worker": endpoint.key, "reason": str(e)})
+            return
+        if endpoint.load is None:
+            endpoint.load = PolledLoad()  # asked again, but not soon
+        elif not endpoint.removed:
+            self.on_polled(endpoint, endpoint.load)
+
+    def _fetch_of(self, endpoint: Endpoint) -> Fetch:
+        target = endpoint.target
+        headers = key_headers(target.key_env)
+
+        async def ask(path: str, *, port: int = 0) -> tuple[int, bytes]:
+            known = headers if not port else []  # the key is the engine's own
+            return await fetch(self._pool, target.host, port or target.port, "GET", path, headers=known, timeout_s=ASK_TIMEOUT_S)
+
+        return ask
 
     def _connect_load(self, endpoint: Endpoint, address: str) -> None:
         if endpoint.load_address == address:

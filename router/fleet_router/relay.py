@@ -1,8 +1,8 @@
 """One attempt at a request: sends its legs, merges what comes back, streams the answer's bytes unchanged, ends everything with it.
 
-Called by `service` with a lease; never retries itself, but says whether another attempt may. A stream is passed on in whole SSE
-events only, so that an error event can always follow what the client has; bytes are never changed. Callbacks on the event loop, no
-task per leg.
+Called by `service` with a lease; never retries itself, but says whether another attempt may. How the legs of a pair are written and
+find each other is the hand-over of their engine (`engines`). A stream is passed on in whole events only, so that an error event can
+always follow what the client has; bytes are never changed. Callbacks on the event loop, no task per leg.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from fleet_contract import names
-from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, ApiError
-from fleet_contract.wire import RoutedHeaders, encode_ids
-from fleet_contract.worker import AbortRequest, PrefillAnswer
+from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
 from fleet_router.body import Parsed, Prompt
-from fleet_router.http_client import Handle, Pool, fetch, request_parts
+from fleet_router.dialects import OPENAI
+from fleet_router.engines import engine_of
+from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
+from fleet_router.http_client import Handle, Pool, collect, fetch
 from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
+from fleet_router.sse import UsageFilter
 from fleet_router.table import WorkerView
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,10 @@ DEADLINE_GRACE_S: Final = 1.0  # the worker's own deadline answer comes first
 MAX_HELD_BYTES: Final = 64 << 10  # of one unfinished event
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is no stream
 ABORT_TIMEOUT_S: Final = 2.0
+PATIENCE_S: Final = 30.0  # the longest that KV may stay promised to a request whose client has gone
+SETTLE_S: Final = 2.0
+TRANSFER_S: Final = 10.0  # of a hand-over, from the prefill's answer to the first token; longer for a long prompt:
+TRANSFER_FACTOR: Final = 3.0
 CODE_TRANSFER_FAILED: Final = "transfer_failed"
 NOT_TAKEN: Final = ("worker_unreachable", CODE_STALE_WORKER, "worker_restarting", "loading")  # the worker never had the request
 
@@ -69,15 +73,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any."""
+    """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any.
+
+    `is_echo`: it may only repeat what became of the other leg, as an engine that has no code for that says it.
+    """
 
     error: ApiError
     worker: WorkerView
     answer: Answer | None = None
+    is_echo: bool = False
 
     @property
     def derived(self) -> bool:
-        return self.error.code in DERIVED_CODES
+        return self.is_echo or self.error.code in DERIVED_CODES
 
     @property
     def undelivered(self) -> bool:
@@ -87,11 +95,13 @@ class Failure:
     @property
     def retryable(self) -> bool:
         """Another attempt can help and cannot do the work twice."""
-        return self.undelivered or self.error.status in (502, 503) or self.error.code == CODE_TRANSFER_FAILED
+        return self.undelivered or self.is_echo or self.error.status in (502, 503) or self.error.code == CODE_TRANSFER_FAILED
 
     @property
     def is_fault(self) -> bool:
         """The worker itself is to blame: never for 4xx or a busy worker."""
+        if self.is_echo:
+            return False
         return self.error.code in ("worker_unreachable", "worker_lost", "worker_timeout", "bad_worker_answer") or self.error.status == 500
 
 
@@ -100,41 +110,49 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     return next((f for f in failures if not f.derived), None)
 
 
-def event_end(data: bytes) -> int:
-    """Where the last whole SSE event of `data` ends; 0 without one."""
-    end = data.rfind(b"\n\n") + 2
-    other = data.rfind(b"\n\r\n") + 3
-    return max(end if end > 1 else 0, other if other > 2 else 0)
-
-
 class Aborter:
-    """Tells workers that a request is gone; owns the calls until they are answered."""
+    """Tells workers that a request is gone; owns these calls, and the attempts that outlive their client, until they are over."""
 
     def __init__(self, pool: Pool, count: Counters) -> None:
         self._pool = pool
         self._count = count
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
 
     def abort(self, worker: WorkerView, rid: str) -> None:
-        """Returns at once; tried twice."""
-        task = asyncio.get_running_loop().create_task(self._call(worker, rid))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def settle(self) -> None:
-        """Waits for the calls under way."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=ABORT_TIMEOUT_S)
-
-    async def _call(self, worker: WorkerView, rid: str) -> None:
+        """Returns at once; tried twice. Nothing to call where the closed connection has told the engine."""
+        engine = engine_of(worker.record.engine)
+        if engine.abort_path:
+            self.keep(asyncio.get_running_loop().create_task(self._call(worker, engine.abort_path, engine.abort_body(rid))))
         self._count.add("aborts_total")
-        body = msgspec.json.encode(AbortRequest(rid))
+
+    def send(self, worker: WorkerView, parts: Parts) -> None:
+        """One request whose answer nobody needs."""
+        self.keep(asyncio.get_running_loop().create_task(self._send(worker, parts)))
+
+    def keep(self, work: asyncio.Future[None]) -> None:
+        """Something that a closing router waits for."""
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+
+    async def settle(self, timeout_s: float = SETTLE_S) -> None:
+        """Waits for what is under way."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=timeout_s)
+
+    async def _call(self, worker: WorkerView, path: str, body: bytes) -> None:
         for _ in range(2):
             try:
-                await fetch(self._pool, worker.host, worker.port, "POST", "/abort_request", body=body, timeout_s=ABORT_TIMEOUT_S)
+                headers = key_headers(worker.record.key_env)
+                await fetch(self._pool, worker.host, worker.port, "POST", path, body=body, headers=headers, timeout_s=ABORT_TIMEOUT_S)
                 return
             except ApiError as e:
-                log.debug("abort call failed", extra={"worker": worker.name, "rid": rid, "reason": e.message})
+                log.debug("abort call failed", extra={"worker": worker.name, "reason": e.message})
+
+    async def _send(self, worker: WorkerView, parts: Parts) -> None:
+        try:
+            await collect(self._pool, worker.host, worker.port, parts, timeout_s=PATIENCE_S, what="the request")
+        except ApiError as e:
+            log.debug("a request that frees memory failed", extra={"worker": worker.name, "reason": e.message})
 
 
 class _LegSink:
@@ -144,12 +162,13 @@ class _LegSink:
         self.attempt = attempt
         self.leg = leg
         self.serving = serving
+        self.engine = engine_of(leg.worker.record.engine)
         self.handle: Handle | None = None
         self.status = 0
         self.content_type = b"application/json"
         self.retry_after: bytes | None = None
         self.streaming = False
-        self.open = True
+        self.open = False  # sent, and not over
         self.body = bytearray()
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -160,7 +179,7 @@ class _LegSink:
                 self.content_type = value
             elif lower == b"retry-after":
                 self.retry_after = value
-        self.streaming = self.serving and status == 200 and self.content_type.startswith(b"text/event-stream")
+        self.streaming = self.serving and status == 200 and self.attempt.dialect.is_stream(self.content_type)
 
     def on_body(self, data: bytes) -> None:
         if self.streaming:
@@ -168,11 +187,8 @@ class _LegSink:
             return
         self.body += data
         if len(self.body) > MAX_ANSWER_BYTES:
-            self.open = False
-            if self.handle is not None:
-                self.handle.close()
             text = f"worker {self.leg.worker.name} sent an answer of more than {MAX_ANSWER_BYTES} bytes"
-            self.attempt.on_failure(self, Failure(ApiError(502, text, type="server_error", code="bad_worker_answer"), self.leg.worker))
+            self.fail(ApiError(502, text, type="server_error", code="bad_worker_answer"))
 
     def on_end(self) -> None:
         self.open = False
@@ -181,7 +197,8 @@ class _LegSink:
         elif self.status < 300:
             self.attempt.on_answer(self, self.answer())
         else:
-            self.attempt.on_failure(self, Failure(ApiError.from_body(self.status, bytes(self.body)), self.leg.worker, self.answer()))
+            error = self.engine.error(self.status, bytes(self.body))
+            self.attempt.on_failure(self, Failure(error, self.leg.worker, self.answer(), self._may_echo(error)))
 
     def on_lost(self, error: ApiError) -> None:
         self.open = False
@@ -193,12 +210,26 @@ class _LegSink:
     def answer(self) -> Answer:
         return Answer(self.status, self.content_type, bytes(self.body), self.retry_after)
 
+    def fail(self, error: ApiError) -> None:
+        """It is ended here, for what it sent or did not send."""
+        self.open = False
+        if self.handle is not None:
+            self.handle.close()
+        self.attempt.on_failure(self, Failure(error, self.leg.worker, is_echo=self._may_echo(error)))
+
+    def _may_echo(self, error: ApiError) -> bool:
+        """An engine that is not ours names no cause when it is the other leg's: any 500 of a pair may be that."""
+        return self.attempt.is_foreign_pair and error.status == 500
+
 
 class Attempt:
     """See the module. `run` gives the outcome; by then every leg is ended and every count given back."""
 
     def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: Lease, timing: Timing) -> None:
         self.streamed = False
+        self.dialect = OPENAI  # of the request's path, see `run`
+        self.events = 0  # of the stream, as far as it was passed on
+        self.made: int | None = None  # tokens of the answer, as its end told them
         self._pool = pool
         self._aborter = aborter
         self._exchange = exchange
@@ -206,9 +237,17 @@ class Attempt:
         self._timing = timing
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
-        self._sinks: list[_LegSink] = []
+        self._over = False
+        self._serving = _LegSink(self, lease.serving, True)
+        self._sinks = [self._serving] if lease.prefill is None else [_LegSink(self, lease.prefill, False), self._serving]
+        self._hand_over: HandOver | None = None
         self._failures: list[Failure] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._began = self._loop.time()
+        self._prefill_took = 0.0
+        self._stream_asked = False
+        self._left: asyncio.Future[None] | None = None  # the client is gone, and the KV of both workers has yet to be freed
+        self._usage: UsageFilter | None = None
         self._held = b""
         self._mid_event = False
         self._tail: tuple[bytes, bytes] = (b"", b"")
@@ -217,35 +256,43 @@ class Attempt:
         self.first_byte_at: float | None = None  # loop time
         self.rid = secrets.token_hex(16)
 
+    @property
+    def is_foreign_pair(self) -> bool:
+        return self._lease.prefill is not None and self._serving.engine.kind != names.ENGINE_OURS
+
     async def run(self, parsed: Parsed, prompt: Prompt) -> Outcome:
-        """Sends the legs and waits for the end. Cancelled: ends the legs first."""
+        """Sends the legs and waits for the end. Cancelled: ends the legs first, or leaves them to end when they may."""
         exchange = self._exchange
+        self.dialect = parsed.dialect
         if exchange.gone:
             self._lease.release()
             return Outcome(gone=True)
         exchange.on_gone, exchange.on_pause, exchange.on_resume = self._client_gone, self._pause, self._resume
         try:
-            self._timer = self._loop.call_later(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
+            self._set_timer(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
             self._send(parsed, prompt)
             return await self._outcome
         finally:
             exchange.on_gone = exchange.on_pause = exchange.on_resume = None
-            if not self._outcome.done() or self._outcome.cancelled():
-                self._end_legs(abort=True)
-            if self._timer is not None:
-                self._timer.cancel()
+            if not self._over:
+                self._client_gone()
             self._lease.release()
 
     # -- from the legs
 
     def on_stream(self, data: bytes) -> None:
         """Bytes of the serving leg's stream."""
+        if self._over:
+            return
+        if self._left is not None:  # it has its first token: now it may end
+            self._finish(Outcome(gone=True))
+            return
         if self._held:
             data = self._held + data
-        end = event_end(data)
+        end = self.dialect.event_end(data)
         if end:
             self._held = data[end:]
-            self._forward(data[:end] if self._held else data, mid_event=False)
+            self._pass_events(data[:end] if self._held else data)
         elif len(data) > MAX_HELD_BYTES or self._mid_event:
             self._held = b""
             self._forward(data, mid_event=True)
@@ -254,42 +301,41 @@ class Attempt:
 
     def on_stream_end(self, error: ApiError | None) -> None:
         """The serving leg's stream is over; without an error it ended as HTTP says, but may still lack its last event."""
-        if self._outcome.done():
+        if self._over:
             return
-        ended, failed = self._stream_words()
+        ended, failed = self.dialect.last_words(self._tail[1])
         if not self.streamed:
             worker = self._lease.serving.worker
             lost = error or errors.worker_lost(worker.name, "the stream was empty")
-            self.on_failure(self._sinks[-1], Failure(lost, worker))
+            self.on_failure(self._serving, Failure(lost, worker))
             return
         self._learn_from_stream()
         if error is None and ended and not self._held:
             self._exchange.finish()
         else:
             if not failed and not self._mid_event:
-                lost = error or errors.worker_lost(self._lease.serving.worker.name, "the stream ended without [DONE]")
-                self._exchange.write(errors.sse_event(lost, self._exchange.request.request_id))
+                lost = error or errors.worker_lost(self._lease.serving.worker.name, f"the stream ended without {self.dialect.end_name}")
+                self._exchange.write(self.dialect.error_event(lost, self._exchange.request.request_id))
             self._exchange.cut()
         self._finish(Outcome(streamed=True))
 
     def on_answer(self, sink: _LegSink, answer: Answer) -> None:
         """A whole 2xx answer of one leg."""
-        if not sink.serving:
-            try:
-                said = msgspec.json.decode(answer.body, type=PrefillAnswer)
-                self._lease.cached(said.cached_tokens)
-            except msgspec.DecodeError:
-                pass
-            self._lease.first_token()
-            self._lease.release_leg(sink.leg)
+        if self._over:
             return
-        if self._lease.prefill is None and (cached := cached_tokens(answer.body)) is not None:
-            self._lease.cached(cached)
-        self._finish(Outcome(answer=answer))
+        if not sink.serving:
+            self._prefill_answered(sink, answer)
+        elif self._left is not None:
+            self._finish(Outcome(gone=True))
+        else:
+            if self._lease.prefill is None and (cached := self.dialect.cached_tokens(answer.body)) is not None:
+                self._lease.cached(cached)
+            self.made = self.dialect.made_tokens(answer.body)
+            self._finish(Outcome(answer=answer))
 
     def on_failure(self, sink: _LegSink, failure: Failure) -> None:
         """One leg ended badly before the client had a byte of it."""
-        if self._outcome.done():
+        if self._over:
             return
         if self.streamed:  # the prefill's fate changes nothing any more
             if sink.serving:
@@ -307,23 +353,36 @@ class Attempt:
     # -- from the client
 
     def _client_gone(self) -> None:
-        self._finish(Outcome(gone=True, streamed=self.streamed))
+        plan = self._hand_over
+        if plan is None or not plan.patient or self.streamed or self._over or self._left is not None or not any(s.open for s in self._sinks):
+            self._finish(Outcome(gone=True, streamed=self.streamed))
+            return
+        self._left = self._loop.create_future()
+        self._aborter.keep(self._left)
+        self._set_timer(PATIENCE_S, lambda: self._finish(Outcome(gone=True)))
+
+    def abort(self, error: ApiError) -> None:
+        """Somebody else than the client wants its end: it hears the error."""
+        if self.streamed:
+            self.on_stream_end(error)
+        else:
+            self._finish(Outcome(failure=Failure(error, self._lease.serving.worker)))
 
     def _pause(self) -> None:
         self._was_paused = True
-        if (handle := self._sinks[-1].handle) is not None:
+        if (handle := self._serving.handle) is not None:
             handle.pause()
 
     def _resume(self) -> None:
-        if (handle := self._sinks[-1].handle) is not None:
+        if (handle := self._serving.handle) is not None:
             handle.resume()
 
     # -- timers
 
-    def _set_timer(self, seconds: float, then: object) -> None:
+    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, then)  # type: ignore[arg-type]
+        self._timer = self._loop.call_later(seconds, then)
 
     def _no_other_cause(self) -> None:
         self._finish(Outcome(failure=self._failures[0]))
@@ -332,6 +391,15 @@ class Attempt:
         worker = self._lease.serving.worker
         error = errors.worker_timeout(worker.name, "gave no first token", self._timing.first_token_s, "--first-token-timeout of the router")
         self._finish(Outcome(failure=Failure(error, worker)))
+
+    def _transfer_late(self) -> None:
+        worker = self._lease.serving.worker
+        text = f"worker {worker.name} gave no first token within {self._transfer_s():.0f} s of the prefill's answer"
+        self._finish(Outcome(failure=Failure(ApiError(504, text, type=TIMEOUT, code=CODE_TRANSFER_FAILED), worker)))
+
+    def _transfer_s(self) -> float:
+        """How long the hand-over may take: the prefill's own time says how long the prompt is."""
+        return max(TRANSFER_S, TRANSFER_FACTOR * self._prefill_took)
 
     def _check_silence(self) -> None:
         quiet = self._loop.time() - self._last_at
@@ -346,66 +414,93 @@ class Attempt:
     # -- inside
 
     def _send(self, parsed: Parsed, prompt: Prompt) -> None:
-        """All legs at once."""
-        lease = self._lease
-        rooms = tuple(secrets.randbelow(2**63 - 1) + 1 for _ in range(prompt.choices)) if lease.prefill is not None else ()
-        for leg in lease.legs():
-            self._sinks.append(_LegSink(self, leg, leg is lease.serving))
-        for sink in self._sinks:
-            if self._outcome.done():
+        """The legs that go at once."""
+        deadline_ms = max(1, int(self._timing.first_token_s * 1000))
+        sending = Sending(self._lease, parsed, prompt, self.rid, self._exchange.request.request_id, deadline_ms)
+        self._stream_asked = parsed.stream
+        if self._serving.engine.wants_usage and parsed.stream and not asks_usage(parsed.fields):
+            self._usage = UsageFilter()
+        self._hand_over = self._serving.engine.hand_over(sending)
+        for leg, parts in self._hand_over.first():
+            if self._over:
                 return
-            parts = leg_request(self, sink.leg, parsed, prompt, rooms)
-            sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
+            self._start(self._serving if leg is self._lease.serving else self._sinks[0], parts)
 
-    def routed_headers(self, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
-        """What the router tells a worker beside the client's request."""
-        prefill = self._lease.prefill
-        return RoutedHeaders(
-            rid=self.rid,
-            pick=(self._lease.desk.pick_id, leg.pick_number),
-            deadline_ms=max(1, int(self._timing.first_token_s * 1000)),
-            leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
-            rooms=rooms,
-            bootstrap=None if prefill is None else f"{prefill.worker.host}:{prefill.worker.record.ports.bootstrap}",
-            prefill_incarnation=None if prefill is None else prefill.worker.record.incarnation,
-        ).items()
+    def _start(self, sink: _LegSink, parts: Parts) -> None:
+        sink.open = True
+        sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
 
-    @property
-    def request_id(self) -> str:
-        return self._exchange.request.request_id
+    def _prefill_answered(self, sink: _LegSink, answer: Answer) -> None:
+        """The prompt is computed, and handed over or ready to be."""
+        assert self._hand_over is not None
+        lease = self._lease
+        if not lease.over:
+            if (cached := self._hand_over.cached(answer.body)) is not None:
+                lease.cached(cached)
+            lease.first_token()
+            lease.release_leg(sink.leg)
+        self._prefill_took = self._loop.time() - self._began
+        parts = self._hand_over.after_prefill(answer.body, left=self._left is not None)
+        if parts is not None:
+            self._start(self._serving, parts)
+        if self._left is not None and not self._serving.open:
+            self._finish(Outcome(gone=True))
+        elif self._left is None and self._hand_over.watches_transfer and self._stream_asked and not self.streamed:
+            left_s = self._began + self._timing.first_token_s + DEADLINE_GRACE_S - self._loop.time()
+            if self._transfer_s() < left_s:
+                self._set_timer(self._transfer_s(), self._transfer_late)
+
+    def _pass_events(self, data: bytes) -> None:
+        """Whole events of the stream; the first may say that there will be none."""
+        if not self.streamed and (error := self._serving.engine.error_event(data)) is not None:
+            self._serving.fail(error)
+            return
+        self._forward(data if self._usage is None else self._usage(data), mid_event=False)
 
     def _forward(self, data: bytes, *, mid_event: bool) -> None:
+        self._last_at = self._loop.time()
+        if not data:
+            return
         if not self.streamed:
             self.streamed = True
-            self.first_byte_at = self._loop.time()
+            self.first_byte_at = self._last_at
             self._lease.first_token()
-            self._exchange.start_stream(self._sinks[-1].content_type)
+            self._exchange.start_stream(self._serving.content_type)
             self._set_timer(self._timing.silence_s, self._check_silence)
         self._mid_event = mid_event
-        self._last_at = self._loop.time()
         self._tail = (self._tail[1], data)
+        self.events += self.dialect.events(data)
         self._exchange.write(data)
 
-    def _stream_words(self) -> tuple[bool, bool]:
-        """Does the stream's last event say it is complete; does it say it failed."""
-        last = self._tail[1].replace(b"\r\n", b"\n").rstrip(b"\n").rsplit(b"\n\n", 1)[-1]
-        return last.endswith(b"[DONE]"), last.startswith(b'data: {"error"')
-
     def _learn_from_stream(self) -> None:
-        tail = self._tail[0][-4096:] + self._tail[1][-4096:]
-        if self._lease.prefill is None and (cached := cached_tokens(tail)) is not None:
+        tail = self._usage.event if self._usage is not None else self._tail[0][-4096:] + self._tail[1][-4096:]
+        if self._lease.prefill is None and (cached := self.dialect.cached_tokens(tail)) is not None:
             self._lease.cached(cached)
-        if self.first_byte_at is not None and not self._was_paused and (made := completion_tokens(tail)) is not None:
-            self._lease.answered(made, self._last_at - self.first_byte_at)
+        self.made = self.dialect.made_tokens(tail)
+        if self.first_byte_at is not None and not self._was_paused and self.made is not None:
+            self._lease.answered(self.made, self._last_at - self.first_byte_at)
 
     def _finish(self, outcome: Outcome) -> None:
         """Exactly once: the outcome, the end of what still runs, the counts."""
-        if self._outcome.done():
+        if self._over:
             return
-        self._outcome.set_result(outcome)
-        complete = outcome.answer is not None or (outcome.streamed and not outcome.gone and not self._sinks[-1].open)
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._left is not None:
+            outcome = Outcome(gone=True)
+            self._left.set_result(None)
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+        complete = outcome.answer is not None or (outcome.streamed and not outcome.gone and not self._serving.open)
         self._end_legs(abort=not complete)
+        if self._hand_over is not None and self._failed_by_refusal() and (parts := self._hand_over.release()) is not None:
+            self._aborter.send(self._serving.leg.worker, parts)
         self._lease.release()
+
+    def _failed_by_refusal(self) -> bool:
+        """The serving worker lives and answered with an error."""
+        return any(f.answer is not None and f.worker is self._serving.leg.worker for f in self._failures)
 
     def _end_legs(self, *, abort: bool) -> None:
         for sink in self._sinks:
@@ -414,35 +509,3 @@ class Attempt:
                 sink.handle.close()
             if abort and was_open:
                 self._aborter.abort(sink.leg.worker, self.rid)
-
-
-def leg_request(attempt: Attempt, leg: Leg, parsed: Parsed, prompt: Prompt, rooms: tuple[int, ...]) -> tuple[bytes, ...]:
-    """The bytes for one leg: the client's JSON, with token ids behind it when we have them."""
-    headers = [(names.HEADER_REQUEST_ID, attempt.request_id), *attempt.routed_headers(leg, rooms)]
-    body, content_type = parsed.body, "application/json"
-    if prompt.ids is not None:
-        headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]
-        body, content_type = body + encode_ids(prompt.ids), names.CONTENT_TYPE_IDS
-    return request_parts(leg.worker.host, leg.worker.port, "POST", parsed.path, headers, body, content_type)
-
-
-_CACHED: Final = b'"cached_tokens":'
-_MADE: Final = b'"completion_tokens":'
-
-
-def cached_tokens(text: bytes) -> int | None:
-    """The last `"cached_tokens": N` of an answer's end; None without one."""
-    return _last_number(text, _CACHED)
-
-
-def completion_tokens(text: bytes) -> int | None:
-    """The last `"completion_tokens": N` of an answer's end; None without one."""
-    return _last_number(text, _MADE)
-
-
-def _last_number(text: bytes, name: bytes) -> int | None:
-    at = text.rfind(name)
-    if at < 0:
-        return None
-    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
-    return int(digits) if digits.isdigit() else None

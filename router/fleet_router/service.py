@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -19,25 +19,32 @@ from fleet_contract import errors as contract_errors
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
-from fleet_router import errors
-from fleet_router.body import CHAT, COMPLETIONS, TOKENIZE, Parsed, Prompt, parse_body, read_prompt
+from fleet_router import errors, local
+from fleet_router.access import Access
+from fleet_router.body import Parsed, Prompt, parse_body, read_prompt
+from fleet_router.callers import HEADER_CLASS, Caller
 from fleet_router.decide.retry import RetryBudget
 from fleet_router.desk import Desk
+from fleet_router.dialects import OLLAMA, OPENAI
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
+from fleet_router.http_head import Head
 from fleet_router.http_server import Exchange, Request
 from fleet_router.lease import Lease, Want
+from fleet_router.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
+from fleet_router.running import Running, RunningOne
 from fleet_router.settings import Settings
 from fleet_router.table import Service, WorkerView
+from fleet_router.trace_context import passed_on
+from fleet_text.ollama_chat import LATEST
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 PROBE_LIMIT_S: Final = 25.0
-_POSTS: Final = (CHAT, COMPLETIONS, TOKENIZE)
-_GETS: Final = ("/v1/models", "/livez", "/readyz")
+_TOLD: Final = f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
 _reserved: Final = names.HEADER_PREFIX.lower().encode()
 
 
@@ -51,18 +58,23 @@ class Trail:
     undelivered: int = 0
     excluded: set[WorkerView] | None = None
     revision: str | None = None  # forced, by a probe
+    caller: Caller = field(default_factory=Caller)
+    klass: str = "default"
+    charged: int | None = None  # tokens that the caller's limit was charged with
 
 
 class DataService:
     """Handler of the data port."""
 
-    def __init__(self, settings: Settings, desk: Desk, encoders: Encoders, pool: Pool) -> None:
+    def __init__(self, settings: Settings, desk: Desk, encoders: Encoders, pool: Pool, access: Access) -> None:
         self.settings = settings
+        self.access = access
         self.desk = desk
         self.encoders = encoders
         self.pool = pool
         self.aborter = Aborter(pool, desk.counters)
-        self.retries = RetryBudget()
+        self.running = Running()
+        self.retries = RetryBudget(settings.workers)
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
         """One request, from its last byte to the end of its answer."""
@@ -74,82 +86,82 @@ class DataService:
                 exchange.cut()
             else:
                 exchange.fail(e)
-        path = request.path if request.path in _POSTS or request.path in _GETS else "other"
+        path = request.path if request.path in PATHS else "other"
         self.desk.counters.add("requests_total", path=path, status=f"{exchange.status // 100}xx" if exchange.status else "gone")
-        if exchange.status == 200 and path in _POSTS:
+        if exchange.status == 200 and request.method == "POST":
             log.debug("request done", extra={"request_id": request.request_id, "seconds": time.perf_counter() - started})
 
     async def _route(self, request: Request, exchange: Exchange) -> None:
-        for name, _ in request.headers:
-            if name.startswith(_reserved):
-                text = name.decode("latin-1")
-                raise ApiError(
-                    400, f"header {text[:60]} is reserved between router and workers; leave it out", code="reserved_header", param=text[:60]
-                )
-        path, method = request.path, request.method
-        if path in _POSTS:
-            if method != "POST":
-                raise self._wrong_method(method, path, "POST")
-            await self._generate(request, exchange)
-        elif path in _GETS or path.startswith("/v1/models/"):
-            if method not in ("GET", "HEAD"):
-                raise self._wrong_method(method, path, "GET")
-            self._get(path, exchange)
+        head = request.head
+        if not head.vetted:
+            _vet(head)
+            head.vetted = True
+        if head.method == "OPTIONS" and (lines := self.access.preflight(head)) is not None:
+            exchange.respond(200, b"", extra=lines)
+            return
+        path = find_path(head.path)
+        if path is None:
+            there = ", ".join(PATHS)
+            raise ApiError(404, f"there is no {head.path[:200]!r} here; there is: {there}", type=contract_errors.NOT_FOUND, code="not_found")
+        if head.method != path.method and (head.method != "HEAD" or path.method != "GET"):
+            raise ApiError(405, f"{head.path[:200]} takes {path.method}, not {head.method}", code="method_not_allowed")
+        if head.path in OPEN:
+            self._answer_probe(head.path, exchange)
+            return
+        caller = self.access.callers.admit(head.header(b"authorization"), head.header(b"x-api-key"))
+        if path.kind is Kind.LOCAL:
+            self._answer_get(head.path, caller, exchange)
         else:
-            there = ", ".join((*_POSTS, *_GETS))
-            raise ApiError(404, f"there is no {path[:200]!r} here; there is: {there}", type=contract_errors.NOT_FOUND, code="not_found")
+            await self._ask_workers(path, caller, request, exchange)
 
-    @staticmethod
-    def _wrong_method(method: str, path: str, allowed: str) -> ApiError:
-        return ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed")
-
-    def _get(self, path: str, exchange: Exchange) -> None:
+    def _answer_probe(self, path: str, exchange: Exchange) -> None:
         if path == "/livez":
             exchange.respond(200, b'{"status":"ok"}')
-        elif path == "/readyz":
+        else:
             ready = self.desk.synced and not self.desk.draining
             exchange.respond(200 if ready else 503, msgspec.json.encode(self.readiness()))
-        elif path == "/v1/models":
-            exchange.respond(200, msgspec.json.encode({"object": "list", "data": self.models()}))
+
+    def _answer_get(self, path: str, caller: Caller, exchange: Exchange) -> None:
+        table = self.desk.table
+        if path == "/v1/models":
+            told: Any = {"object": "list", "data": local.models(table, caller)}
+        elif path == "/api/tags":
+            told = {"models": local.ollama_tags(table, caller)}
+        elif path == "/api/ps":
+            told = {"models": local.ollama_running(table, caller)}
+        elif path == "/api/version":
+            told = {"version": local.VERSION}
         else:
-            wanted = unquote(path.removeprefix("/v1/models/"))
-            model = next((m for m in self.models() if m["id"] == wanted), None)
-            if model is None:
-                raise errors.unknown_model(wanted, self.desk.table.names)
-            exchange.respond(200, msgspec.json.encode(model))
+            wanted = unquote(path.removeprefix(MODELS_PREFIX))
+            models = local.models(table, caller)
+            told = next((m for m in models if m["id"] == wanted), None)
+            if told is None:
+                raise errors.unknown_model(wanted, [m["id"] for m in models])
+        exchange.respond(200, msgspec.json.encode(told))
 
     def readiness(self) -> dict[str, Any]:
         """Body of /readyz."""
-        state = "draining" if self.desk.draining else "ready" if self.desk.synced else "syncing"
-        return {"status": state, "synced": self.desk.synced, "draining": self.desk.draining}
+        desk = self.desk
+        state = "draining" if desk.draining else "syncing" if not desk.synced else "degraded" if desk.degraded else "ready"
+        body: dict[str, Any] = {"status": state, "synced": desk.synced, "draining": desk.draining}
+        return body | {"detail": desk.degraded} if desk.degraded else body
 
-    def models(self) -> list[dict[str, Any]]:
-        """All names that `model` may have."""
-        table = self.desk.table
-        return [
-            {"id": name, "object": "model", "created": _epoch(table.services[key].facts.created), "owned_by": "radixfleet"}
-            for name, key in sorted(table.names.items())
-        ]
+    # -- what workers answer
 
-    # -- generation
-
-    async def _generate(self, request: Request, exchange: Exchange) -> None:
+    async def _ask_workers(self, path: Path, caller: Caller, request: Request, exchange: Exchange) -> None:
         if self.desk.draining:
             request.keep_alive = False
-        content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if content_type == names.CONTENT_TYPE_IDS.encode():
-            raise ApiError(
-                400,
-                f"Content-Type {names.CONTENT_TYPE_IDS} is reserved between router and workers; send application/json",
-                code="reserved_content_type",
-            )
-        if (coding := request.header(b"content-encoding")) is not None and coding.strip().lower() != b"identity":
-            raise ApiError(
-                415, f"Content-Encoding {coding[:40].decode('latin-1')!r} is not accepted; send the body as it is", code="unsupported_encoding"
-            )
-        parsed = parse_body(request.path, request.body, model_required=request.path != TOKENIZE)
+        klass = caller.class_of(request.header(HEADER_CLASS))
+        now = asyncio.get_running_loop().time()
+        caller.count_request(now)
+        parsed = parse_body(path, request.body)
         request.body = b""
-        await self.serve(parsed, exchange, self._trail())
+        parsed.passed_on = passed_on(request.head)
+        trail = self._trail()
+        trail.caller, trail.klass = caller, klass
+        if parsed.dialect.more_id_header:
+            exchange.head_lines = b"%b: %b\r\n" % (parsed.dialect.more_id_header, request.request_id.encode())
+        await self.serve(parsed, exchange, trail)
 
     def _trail(self, limit_s: float = 1e9) -> Trail:
         now = asyncio.get_running_loop().time()
@@ -157,6 +169,14 @@ class DataService:
 
     async def serve(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
         """Attempts until the client has an answer. Raises ApiError for what could not be served."""
+        try:
+            with self.running.request(exchange.request.request_id) as one:
+                await self._attempts(parsed, exchange, trail, one)
+        finally:
+            if trail.charged is not None:  # nothing was computed, or nobody knows
+                trail.caller.settle(trail.charged, 0)
+
+    async def _attempts(self, parsed: Parsed, exchange: Exchange, trail: Trail, one: RunningOne) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         prompts: dict[str, Prompt] = {}
@@ -166,7 +186,14 @@ class DataService:
             with lease:
                 left = max(0.001, trail.deadline - loop.time())
                 attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout))
+                exchange.head_lines = _told(parsed, lease, exchange.request.request_id)
+                one.attempt = attempt
                 outcome = await attempt.run(parsed, prompt)
+                one.attempt = None
+            if trail.charged is not None and (outcome.gone or outcome.failure is None):
+                made = attempt.made if attempt.made is not None else attempt.events
+                trail.caller.settle(trail.charged, prompt.tokens + (made if parsed.kind is Kind.GENERATE else 0))
+                trail.charged = None
             if outcome.gone:
                 self.desk.counters.add("client_gone_total")
                 return
@@ -178,7 +205,7 @@ class DataService:
                     facts = {"request_id": exchange.request.request_id, "worker": failure.worker.name, "reason": failure.error.message}
                     log.info("attempt failed, trying again", extra=facts)
                     continue
-                self._answer_failure(failure, exchange)
+                self._answer_failure(failure, parsed, exchange)
                 return
             self._answer(outcome, lease, exchange)
             self.desk.counters.observe_first_byte((attempt.first_byte_at or loop.time()) - began)
@@ -189,18 +216,24 @@ class DataService:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
-            service = self.find(parsed.model)
-            excluded = trail.excluded or ()
+            service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA)
+            trail.caller.check_model(parsed.model, service.facts.key, self.desk.table.names)
+            excluded = _excluded(parsed.route, service, trail.excluded or ())
             revision = self.desk.choose_revision(service, excluded) if trail.revision is None else trail.revision
             if revision is not None:
                 model_revision = self._model_revision(service, revision)
                 prompt = prompts.get(model_revision)
                 if prompt is None:
-                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
+                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
                     prompts[model_revision] = prompt
+                if trail.charged is None and parsed.kind is not Kind.ANY:
+                    charge = prompt.tokens + (parsed.answer_tokens if parsed.kind is Kind.GENERATE else 0)
+                    trail.caller.charge(charge, loop.time())
+                    trail.charged = charge
                 want = Want(
                     service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
-                    exchange.request.request_id, any_role=parsed.path == TOKENIZE, silent=not parsed.stream, size_bytes=len(parsed.body),
+                    exchange.request.request_id, any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED,
+                    silent=not parsed.stream, tenant=trail.caller.tenant, klass=trail.klass, size_bytes=len(parsed.body),
                 )  # fmt: skip
                 lease = await self.desk.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
                 if lease is not None:
@@ -212,10 +245,12 @@ class DataService:
                 raise errors.no_ready_worker(service.label, loop.time() - began)
             await self.desk.wait_change(service, left)
 
-    def find(self, model: str) -> Service[Any]:
-        """The service of a name; of no name when there is only one service. Raises 404."""
+    def find(self, model: str, *, ollama: bool = False) -> Service[Any]:
+        """The service of a name; of no name when there is only one service. Raises 404. Args: ollama: its clients write a tag or leave it out."""
         table = self.desk.table
         service = table.resolve(model)
+        if service is None and ollama:
+            service = table.resolve(model.removesuffix(LATEST))
         if service is None and not model and len(table.services) == 1:
             service = next(iter(table.services.values()))
         if service is None:
@@ -232,7 +267,7 @@ class DataService:
         """Of the revision's ready workers; asks for its tokenizer when it is not here."""
         for w in service.workers:
             if w.routable and w.record.revision == revision:
-                self.encoders.want(w.record.model_revision, w.host, w.port)
+                self.encoders.want(w.record, w.host)
                 return str(w.record.model_revision)
         return ""
 
@@ -272,10 +307,12 @@ class DataService:
             exchange.respond(outcome.answer.status, outcome.answer.body, outcome.answer.content_type)
 
     @staticmethod
-    def _answer_failure(failure: Failure, exchange: Exchange) -> None:
-        """The worker's own words where it had any, in the one shape."""
+    def _answer_failure(failure: Failure, parsed: Parsed, exchange: Exchange) -> None:
+        """The worker's own words where it had any: workers tell errors in one shape, the path's dialect is written here."""
         answer = failure.answer
-        if answer is None or failure.error.code == "bad_worker_answer":
+        if answer is None or failure.error.code == "bad_worker_answer" or parsed.dialect is not OPENAI:
+            if answer is not None and answer.retry_after is not None and answer.retry_after.isdigit():
+                failure.error.retry_after_s = int(answer.retry_after)
             exchange.fail(failure.error)
             return
         extra = ((b"Retry-After", answer.retry_after),) if answer.retry_after is not None else ()
@@ -315,21 +352,61 @@ class DataService:
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
         model_revision = self._model_revision(service, revision)
-        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision)
+        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
         decision = await self.desk.explain(Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys))
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)
         return {**decision, "tokenized": prompt.ids is not None}
 
 
+def _told(parsed: Parsed, lease: Lease, request_id: str) -> bytes:
+    """Header lines of an answer: who gives it, what it should have cached, how long it waited."""
+    lines = _TOLD % (
+        lease.serving.worker.name.encode("latin-1", "replace"), lease.predicted_tokens, lease.waited_s * 1000,
+    )  # fmt: skip
+    more = parsed.dialect.more_id_header
+    return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines
+
+
+def _excluded(path: Path, service: Service[Any], excluded: Collection[WorkerView]) -> Collection[WorkerView]:
+    """Workers that may not be chosen: those that failed, and those whose engine does not have the path. Raises ApiError 404 when none has it."""
+    if not path.engines:
+        return excluded
+    ready = [w for w in service.workers if w.routable]
+    lacking = [w for w in ready if w.record.engine not in path.engines]
+    if ready and len(lacking) == len(ready):
+        engines = ", ".join(sorted({w.record.engine for w in ready}))
+        text = f"no worker of {service.label} serves {path.path}: its engine is {engines}, and {' or '.join(path.engines)} is needed"
+        raise ApiError(404, text, type=contract_errors.NOT_FOUND, code="path_not_served")
+    return {*excluded, *lacking} if lacking else excluded
+
+
+def _vet(head: Head) -> None:
+    """What a client may not send, by its headers alone. Raises ApiError."""
+    for name, _ in head.headers:
+        if name.startswith(_reserved):
+            text = name.decode("latin-1")
+            raise ApiError(400, f"header {text[:60]} is reserved between router and workers; leave it out", code="reserved_header", param=text[:60])
+    if head.method != "POST":
+        return
+    content_type = (head.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if content_type == names.CONTENT_TYPE_IDS.encode():
+        text = f"Content-Type {names.CONTENT_TYPE_IDS} is reserved between router and workers; send application/json"
+        raise ApiError(400, text, code="reserved_content_type")
+    if (coding := head.header(b"content-encoding")) is not None and coding.strip().lower() != b"identity":
+        text = f"Content-Encoding {coding[:40].decode('latin-1')!r} is not accepted; send the body as it is"
+        raise ApiError(415, text, code="unsupported_encoding")
+
+
 class ProbeExchange:
     """Where a probe's answer goes: looks like an Exchange whose client never leaves."""
 
     def __init__(self) -> None:
-        self.request = Request("POST", COMPLETIONS, [], "1.1", True, f"probe-{time.monotonic_ns():x}")
+        self.request = Request(Head("POST", COMPLETIONS.path, [], "1.1", True), True, f"probe-{time.monotonic_ns():x}")
         self.started = self.ended = self.gone = self.paused = False
         self.status = 0
         self.error = ""
+        self.head_lines = b""
         self.on_gone: object = None
         self.on_pause: object = None
         self.on_resume: object = None
@@ -353,10 +430,3 @@ class ProbeExchange:
 
     def cut(self) -> None:
         self.status, self.error = 502, "the stream was cut"
-
-
-def _epoch(created: str) -> int:
-    try:
-        return int(datetime.fromisoformat(created).timestamp()) if created else 0
-    except ValueError:
-        return 0

@@ -6,14 +6,18 @@ import argparse
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from fleet_contract import names
+from fleet_contract.access import check_tls_files, parse_keys, parse_origins
+from fleet_contract.cpus import find_threads
+from fleet_router.target import BadTarget, Target, parse_target
 
 MAX_QUEUE_TIMEOUT_S = 30.0
+MAX_WORKERS = 64
 # A pod's defaults: kube-proxy and load balancers learn late that it ends, and streams may be long (the chart's grace is 300 s).
 POD_DRAIN_DELAY_S = 3.0
 POD_DRAIN_TIMEOUT_S = 280.0
@@ -49,6 +53,11 @@ class Settings(Struct, frozen=True):
     drain_delay: float = 0.0
     poll_interval: float = 1.0
     relist_interval: float = 300.0
+    api_key_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    cors_origins: str = ""
+    workers: int = 1
     announce: str = ""
     log_level: str = "info"
 
@@ -83,6 +92,14 @@ def _count(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _workers(text: str) -> int:
+    if text == "auto":
+        return find_threads(0)
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r} given; a number between 1 and {MAX_WORKERS}, or auto, is allowed")
+    return int(text)
+
+
 # Flag, how it is read, what it means. Grouped as --help shows them; defaults are those of Settings.
 _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...]]] = {
     "addresses (port 0: any free one, see --announce)": (
@@ -104,7 +121,14 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("first_token_timeout", _seconds, "SECONDS", "until a worker's first token"),
         ("silence_timeout", _seconds, "SECONDS", "between two parts of a worker's stream"),
     ),
+    "who may call the data port (files are read again when they change)": (
+        ("api_key_file", str, "FILE", "API keys, one a line: plain, sha256:<hex>, or a JSON object with limits; empty: none is asked for"),
+        ("tls_cert_file", str, "FILE", "PEM certificate; with --tls-key-file the port speaks TLS"),
+        ("tls_key_file", str, "FILE", "PEM key of that certificate"),
+        ("cors_origins", str, "ORIGINS", "origins of browser pages that may call, with commas between; * for all"),
+    ),
     "life": (
+        ("workers", _workers, "N", "processes that speak HTTP; more than 1: one more decides for all; auto: one per CPU"),
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
         ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until load balancers know"),
         ("poll_interval", _seconds, "SECONDS", "between two health checks of a worker"),
@@ -116,16 +140,12 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
 _POD_DEFAULTS: Final = {"drain_delay": POD_DRAIN_DELAY_S, "drain_timeout": POD_DRAIN_TIMEOUT_S}
 
 
-def split_url(url: str) -> tuple[str, int]:
-    """Host and port of a static worker. Raises BadFlag."""
+def split_url(url: str) -> Target:
+    """A static worker. Raises BadFlag."""
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as e:
-        raise BadFlag(f"--static has {url!r}: {e}") from e
-    if parts.scheme != "http" or not host or not port or parts.path not in ("", "/") or parts.query or parts.username:
-        raise BadFlag(f"--static has {url!r}; http://HOST:PORT of a runtime's internal port is allowed, as in http://127.0.0.1:40001")
-    return host, port
+        return parse_target(url)
+    except BadTarget as e:
+        raise BadFlag(f"--static has {e}") from e
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,20 +161,42 @@ def build_parser() -> argparse.ArgumentParser:
     where = p.add_argument_group("where workers come from (one of)")
     where.add_argument("--kubernetes", action="store_true", help="InferenceServices and worker pods of the cluster")
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="with --kubernetes: this file instead of the pod's service account")
-    where.add_argument("--static", action="append", default=[], metavar="URL[,URL...]", help="internal URLs of runtimes; may be repeated")
+    where.add_argument(
+        "--static",
+        action="append",
+        default=[],
+        metavar="URL[,URL...]",
+        help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated",
+    )
     for title, flags in _FLAGS.items():
         group = p.add_argument_group(title)
         for name, read, unit, text in flags:
             default = getattr(d, name)
             shown = f"{default}, with --kubernetes {_POD_DEFAULTS[name]}" if name in _POD_DEFAULTS else default
             used = None if name in _POD_DEFAULTS else default
-            group.add_argument("--" + name.replace("_", "-"), type=read, default=used, metavar=unit, help=f"{text} (default {shown})")
+            group.add_argument(
+                "--" + name.replace("_", "-"), type=read, default=used, metavar=unit, help=text if shown == "" else f"{text} (default {shown})"
+            )
     about = p.add_argument_group("about this process")
     about.add_argument("--announce", default="", metavar="FILE", help='gets {"dataPort", "controlPort", "pid"} once both ports are bound')
     about.add_argument("--router-id", default="", metavar="ID", help=f"name of this router (default ${names.ENV_POD_NAME}, else random)")
     levels = ("debug", "info", "warning", "error")
     about.add_argument("--log-level", choices=levels, default=d.log_level, help=f"least level that is logged (default {d.log_level})")
     return p
+
+
+def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors_origins: str) -> None:
+    """What the edge will read at its start. Raises BadFlag."""
+    try:
+        check_tls_files(tls_cert_file, tls_key_file)
+        parse_origins(cors_origins)
+    except ValueError as e:
+        raise BadFlag(str(e)) from e
+    if api_key_file:
+        try:
+            parse_keys(Path(api_key_file).read_text())
+        except (OSError, ValueError) as e:
+            raise BadFlag(f"--api-key-file {api_key_file}: {e}") from e
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -165,11 +207,13 @@ def parse(argv: Sequence[str]) -> Settings:
         raise BadFlag("give one of --kubernetes and --static URL[,URL...]: where do workers come from?")
     if a["kubeconfig"] and not a["kubernetes"]:
         raise BadFlag("--kubeconfig needs --kubernetes")
-    for url in urls:
-        split_url(url)
+    keys = [split_url(url).key for url in urls]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise BadFlag(f"--static names {', '.join(twice)} more than once")
     for name, in_pod in _POD_DEFAULTS.items():
         if a[name] is None:
             a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)
+    _check_access(a["api_key_file"], a["tls_cert_file"], a["tls_key_file"], a["cors_origins"])
     router_id = a.pop("router_id") or os.environ.get(names.ENV_POD_NAME, "") or f"router-{secrets.token_hex(4)}"
     if len(router_id) > 100 or not all(c.isascii() and (c.isalnum() or c in "-._") for c in router_id):
         raise BadFlag(f"--router-id is {router_id[:100]!r}; up to 100 letters, digits and -._ are allowed")

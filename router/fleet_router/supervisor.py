@@ -1,7 +1,11 @@
-"""The parent process: binds the ports, starts edge and control, restarts what dies, ends everything on a signal. Loads no HTTP.
+"""The parent process: binds the ports, starts its children, restarts what dies, ends everything on a signal. Loads no HTTP.
 
-It holds the listening sockets, so a restarted child serves the same ports. SIGTERM or SIGINT: the edge drains, then the control
-process ends, exit 0. A second signal ends everything at once.
+Children: with `--workers 1` an edge with its brain, else a brain and so many edges; and control. SIGTERM or SIGINT: the edges drain, then
+control ends, then the brain; exit 0. A second signal ends everything at once.
+
+The ports are held here, so a restarted child serves the same ones. A single edge inherits the listening socket: while it is restarted
+connections wait. Several edges listen each on a socket of its own (SO_REUSEPORT, the kernel spreads connections), and what is held here is
+bound but never listens: a dead edge's socket is gone with it, so no connection can be given to nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -31,6 +35,10 @@ log = logging.getLogger(__name__)
 RESTART_PAUSE_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0)  # by failures in a row
 STEADY_S: Final = 10.0  # a child that lived so long starts its failures anew
 CONTROL_STOP_S: Final = 5.0
+BRAIN_STOP_S: Final = 5.0
+EDGE: Final = "fleet_router.edge"
+BRAIN: Final = "fleet_router.brain_process"
+CONTROL: Final = "fleet_router.control"
 
 
 class CannotStart(Exception):
@@ -43,6 +51,7 @@ class Child:
 
     name: str
     module: str
+    index: int = 0  # of an edge
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     failures: int = 0
@@ -54,14 +63,18 @@ class Supervisor:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._children = (Child("edge", "fleet_router.edge"), Child("control", "fleet_router.control"))
+        n = settings.workers
+        self._edges = [Child("edge" if n == 1 else f"edge {i}", EDGE, i) for i in range(n)]
+        self._brains = [Child("brain", BRAIN)] if n > 1 else []
+        self._controls = [Child("control", CONTROL)]
+        self._children = [*self._brains, *self._edges, *self._controls]
         self._signals = 0
         self._link_name = f"radixfleet-router-{os.getpid()}-{secrets.token_hex(8)}"
 
     def run(self) -> int:
         """Blocks for the process's life."""
         s = self._settings
-        self._data = bind(s.host, s.data_port, "--data-port")
+        self._data = bind(s.host, s.data_port, "--data-port") if s.workers == 1 else reserve(s.host, s.data_port, "--data-port")
         self._control = bind(s.control_host, s.control_port, "--control-port")
         self._link = listen(self._link_name)
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -85,21 +98,25 @@ class Supervisor:
         self._signals += 1
 
     def _start(self, child: Child) -> None:
-        edge = child.name == "edge"
+        """Each child gets the sockets that are its own."""
+        listener: socket.socket | None = None
+        if child.module == CONTROL:
+            listener = self._control
+        elif child.module == EDGE:
+            listener = self._data if not self._brains else beside(self._data)
+        holds_link = child.module == BRAIN or (child.module == EDGE and not self._brains)
         handover = Handover(
-            self._settings,
-            os.getpid(),
-            self._link_name,
-            (self._data if edge else self._control).fileno(),
-            self._link.fileno() if edge else -1,
-        )
-        fds = [fd for fd in (handover.listen_fd, handover.link_fd) if fd >= 0]
+            self._settings, os.getpid(), self._link_name, listener.fileno() if listener is not None else -1,
+            self._link.fileno() if holds_link else -1, child.index,
+        )  # fmt: skip
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module, msgspec.json.encode(handover).decode()],
-            pass_fds=fds,
+            pass_fds=[fd for fd in (handover.listen_fd, handover.link_fd) if fd >= 0],
             start_new_session=True,  # a terminal's Ctrl-C reaches only the supervisor
             stdin=subprocess.DEVNULL,
         )
+        if listener is not None and listener not in (self._data, self._control):
+            listener.close()
         child.started_at = time.monotonic()
         log.info("%s process started", child.name, extra={"child_pid": child.process.pid})
 
@@ -130,18 +147,18 @@ class Supervisor:
             raise CannotStart(f"--announce {path} cannot be written: {e.strerror}") from e
 
     def _stop(self, wake_read: int) -> int:
-        edge, control = self._children
-        log.info("stopping: the edge drains")
-        deadline = time.monotonic() + self._settings.drain_delay + self._settings.drain_timeout + 10.0
-        for child, limit in ((edge, deadline), (control, None)):
-            if child.process is None:
-                continue
-            child.process.send_signal(signal.SIGTERM)
-            until = limit if limit is not None else time.monotonic() + CONTROL_STOP_S
-            while child.process.poll() is None and self._signals < 2 and time.monotonic() < until:
+        """Edges, control, brain: whoever still serves can ask the next one."""
+        log.info("stopping: the edges drain")
+        drain_s = self._settings.drain_delay + self._settings.drain_timeout + 10.0
+        for children, limit_s in ((self._edges, drain_s), (self._controls, CONTROL_STOP_S), (self._brains, BRAIN_STOP_S)):
+            running = [c.process for c in children if c.process is not None]
+            for process in running:
+                process.send_signal(signal.SIGTERM)
+            until = time.monotonic() + limit_s
+            while any(p.poll() is None for p in running) and self._signals < 2 and time.monotonic() < until:
                 select.select([wake_read], [], [], 0.5)
                 drain_pipe(wake_read)
-            if child.process.poll() is None:
+            if any(p.poll() is None for p in running):
                 break
         code = 0 if self._signals < 2 else 1
         self._kill()
@@ -159,15 +176,52 @@ class Supervisor:
 def bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening TCP socket that children inherit. Raises CannotStart."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        s = socket.socket(family, socket.SOCK_STREAM)
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        s.bind(address)
+        s = _bound(*_address(host, port))
         s.listen(1024)
     except OSError as e:
-        raise CannotStart(f"{flag} {host}:{port} cannot be bound: {e.strerror or e}; give another port, or end what uses it") from e
+        raise _cannot_bind(host, port, flag, e) from e
     s.setblocking(False)
     return s
+
+
+def reserve(host: str, port: int, flag: str) -> socket.socket:
+    """A TCP socket that is bound and never listens; sockets `beside` it can. Raises CannotStart, also when another router has the port."""
+    try:
+        family, address = _address(host, port)
+        with _bound(family, address) as alone:  # without SO_REUSEPORT: fails when anybody listens
+            address = alone.getsockname()
+        return _bound(family, address, shared=True)
+    except OSError as e:
+        raise _cannot_bind(host, port, flag, e) from e
+
+
+def beside(reserved: socket.socket) -> socket.socket:
+    """One more bound socket on the same port, for one process to listen on."""
+    s = _bound(reserved.family, reserved.getsockname(), shared=True)
+    s.setblocking(False)
+    return s
+
+
+def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return family, address
+
+
+def _bound(family: int, address: Any, *, shared: bool = False) -> socket.socket:
+    s = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sends small pieces at once only where it knows that
+    try:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        s.bind(address)
+    except OSError:
+        s.close()
+        raise
+    return s
+
+
+def _cannot_bind(host: str, port: int, flag: str, e: OSError) -> CannotStart:
+    return CannotStart(f"{flag} {host}:{port} cannot be bound: {e.strerror or e}; give another port, or end what uses it")
 
 
 def drain_pipe(fd: int) -> None:

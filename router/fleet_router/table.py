@@ -61,6 +61,7 @@ class Service(Generic[W]):
 
     facts: ServiceFacts
     workers: list[W] = field(default_factory=list)
+    _units: dict[str, int] | None = None  # every change of a worker makes a new table
 
     @property
     def label(self) -> str:
@@ -69,6 +70,13 @@ class Service(Generic[W]):
 
     def ready_units(self, exclude: Collection[WorkerView] = ()) -> dict[str, int]:
         """Per revision: unified workers that are ready, plus pairs of a ready prefill and a ready decode of that revision."""
+        if not exclude:
+            if self._units is None:
+                self._units = self._count_units(())
+            return self._units
+        return self._count_units(exclude)
+
+    def _count_units(self, exclude: Collection[WorkerView]) -> dict[str, int]:
         counts: dict[str, dict[str, int]] = {}
         for w in self.workers:
             if w.routable and w not in exclude:

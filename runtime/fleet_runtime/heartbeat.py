@@ -26,36 +26,36 @@ _U64: Final = struct.Struct("<Q")
 _TEXT_AT: Final = 64
 BOARD_FILE: Final = "heartbeat"
 
-# What the scheduler counts, for http's /metrics. Names in `_total` only grow within one incarnation; the others are gauges. One u64 each,
-# behind the rows.
-COUNTERS: Final = (
-    "steps_total",
-    "prefilled_tokens_total",  # prompt tokens computed here; stays 0 on a worker that serves decode legs only
-    "decode_tokens_total",  # rows x steps of one token
-    "cached_tokens_total",  # prompt tokens found in the prefix cache at admission
-    "received_tokens_total",  # prompt tokens whose KV came from a prefill worker
-    "finished_requests_total",
-    "failed_requests_total",
-    "aborted_requests_total",
-    "retractions_total",  # running requests that gave their pages back and were computed again
-    "grammar_rows_total",  # masks of tokens that a grammar allows
-    "wasted_tokens_total",  # drawn for requests that had ended meanwhile
-    "self_check_failures_total",
-    "scheduler_us_total",  # processor time of the scheduler's own work, without what the executor computes
-    "running_requests",
-    "waiting_requests",
-    "waiting_tokens",
-    "pages_total",
-    "pages_free",
-    "pages_tree",
-    "pages_request",
-    "transfer_rooms_total",  # rooms that ended well, on either side
-    "transfer_failures_total",
-    "transfer_pages_total",
-    "transfer_bytes_total",
-    "transfer_checksum_failures_total",
-    "transfer_late_messages_total",  # of a generation that is over: ignored
-)
+# What the scheduler counts, for http's /metrics, each with its HELP line. Names in `_total` but `pages_total` only grow within one incarnation; the
+# others are gauges. One u64 each, behind the rows.
+COUNTERS: Final = {
+    "steps_total": "Steps that the engine has computed.",
+    "prefilled_tokens_total": "Prompt tokens computed here; none on a worker that serves decode legs only.",
+    "decode_tokens_total": "Tokens computed one by one for running answers: rows times steps.",
+    "cached_tokens_total": "Prompt tokens that were in the prefix cache when their request got its pages.",
+    "received_tokens_total": "Prompt tokens whose KV came from a prefill worker.",
+    "finished_requests_total": "Requests (each choice is one) that ended well: by a stop, by length, handed over, or with their vector.",
+    "failed_requests_total": "Requests that ended with an error, refused ones included, aborted ones not.",
+    "aborted_requests_total": "Requests that were ended by their client or router.",
+    "retractions_total": "Running requests that gave their pages back when those ran out, and were computed again.",
+    "grammar_rows_total": "Tokens drawn under the mask of a grammar.",
+    "wasted_tokens_total": "Tokens drawn for requests that had ended meanwhile.",
+    "self_check_failures_total": "Times that the idle self-check found pages, rows or requests that do not add up, and repaired or failed them.",
+    "scheduler_us_total": "Microseconds of processor time of the scheduler's own work, without what the engine computes.",
+    "running_requests": "Requests that hold a row now: computed, handed over, or received.",
+    "waiting_requests": "Requests that wait for a row and pages, or for their grammar.",
+    "waiting_tokens": "Prompt tokens of those.",
+    "pages_total": "KV pages of this worker, of 16 tokens each.",
+    "pages_free": "KV pages that nobody holds.",
+    "pages_tree": "KV pages of the prefix cache, those in use by requests included.",
+    "pages_request": "KV pages that belong to one request alone.",
+    "transfer_rooms_total": "Hand-overs between a prefill and a decode worker that ended well, on either side.",
+    "transfer_failures_total": "Hand-overs that ended with an error.",
+    "transfer_pages_total": "KV pages sent or received.",
+    "transfer_bytes_total": "Bytes of KV sent or received.",
+    "transfer_checksum_failures_total": "KV pages that arrived with a wrong checksum; their request fails.",
+    "transfer_late_messages_total": "Messages about hand-overs that are over; they are ignored.",
+}
 _COUNTERS_AT: Final = _ROW_BYTES * len(_ROWS)
 _BOARD_BYTES: Final = _COUNTERS_AT + 8 * len(COUNTERS)
 

@@ -1,6 +1,6 @@
 """What crosses between the processes of one runtime: msgspec structs over one-way ZMQ PUSH/PULL ipc channels.
 
-                    Admit Abort RoomRejected Control
+                    Admit Abort Stopped RoomRejected Control
         http ───────────────────────────────► scheduler ◄──────────── Stopped
          ▲                                        │ SampledBatch Failed HandedOver │ (Embedded ControlReply too)
          │ TextBatch Failed HandedOver            ▼                                │
@@ -54,6 +54,7 @@ class SchedulerInfo(Struct, array_like=True, frozen=True):
     replay_port: int = 0
     transfer_backends: list[str] = field(default_factory=list)
     profile: Profile = Profile()
+    vocab_size: int = 0  # of the model: ids from here on have no weights, though the tokenizer may have some; 0: not told
 
 
 class Ready(_Message, tag="ready"):
@@ -163,6 +164,7 @@ class OpenText(Struct, array_like=True):
     include_stop: bool = False
     keep_special: bool = False
     spaces_between_special: bool = True
+    serial: int = 0  # of this choice at the scheduler: a rid may come again, this does not
 
 
 class TokenLogprob(Struct, array_like=True, frozen=True):
@@ -222,11 +224,15 @@ class TextBatch(_Message, tag="text"):
 
 
 class Stopped(_Message, tag="stopped"):
-    """Detokenizer -> scheduler: a stop string was met; the detokenizer has already sent the terminal `Text`. The scheduler frees the
-    choice and sends no terminal message for it."""
+    """Detokenizer or http -> scheduler: this choice is complete, though the model would go on; the scheduler ends it as by a stop id.
+
+    From the detokenizer a stop string was met, and the terminal `Text` is sent already: the scheduler's own is dropped there. From http what may
+    be shown is over (the one tool call), and the terminal `Text` still comes.
+    """
 
     rid: str
     index: int
+    serial: int = 0  # of `OpenText`; 0, from http: the choice that is there, since what http sends stays in order
 
 
 class Failed(_Message, tag="failed"):

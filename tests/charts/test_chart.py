@@ -103,7 +103,10 @@ def test_ports_and_flags_are_those_of_the_contract(tmp_path: Path) -> None:
     (router,) = found["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
     assert ports == {"data": names.ROUTER_DATA_PORT, "control": names.ROUTER_CONTROL_PORT}
-    assert router["args"] == ["--kubernetes", "--data-port", str(names.ROUTER_DATA_PORT), "--control-port", str(names.ROUTER_CONTROL_PORT)]
+    ports_of_it = ["--data-port", str(names.ROUTER_DATA_PORT), "--control-port", str(names.ROUTER_CONTROL_PORT)]
+    assert router["args"] == ["--kubernetes", *ports_of_it, "--workers", "1"]
+    (router,) = objects(tmp_path, "--set", "router.workers=auto")["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]
+    assert router["args"][-1] == "auto"
     (operator,) = found["Deployment", "radixfleet-operator"]["spec"]["template"]["spec"]["containers"]
     assert operator["args"][:2] == ["--runtime-image=my/runtime:2", "--image-pull-policy=Never"]
     assert operator["ports"] == [{"name": "health", "containerPort": names.OPERATOR_HEALTH_PORT}]
@@ -117,6 +120,24 @@ def test_the_operators_flags_are_ones_that_it_reads(tmp_path: Path) -> None:
     (operator,) = from_chart["Deployment", "radixfleet-operator"]["spec"]["template"]["spec"]["containers"]
     settings = parse(operator["args"], {})
     assert settings.watch_namespaces == ("a", "b") and settings.log_level == "debug"
+
+
+@needs_helm
+def test_keys_certificate_and_origins_of_the_router_come_from_values(tmp_path: Path) -> None:
+    values = ("router.apiKeys.secretName=k", "router.tls.secretName=t", "router.corsOrigins={https://a.example,https://b.example}")
+    found = objects(tmp_path, *itertools.chain.from_iterable(("--set", v) for v in values))
+    spec = found["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]
+    (router,) = spec["containers"]
+    flags = dict(zip(router["args"][1::2], router["args"][2::2], strict=True))
+    mounts = {m["name"]: m["mountPath"] for m in router["volumeMounts"]}
+    assert flags["--api-key-file"] == f"{mounts['api-keys']}/keys" and flags["--cors-origins"] == "https://a.example,https://b.example"
+    assert (flags["--tls-cert-file"], flags["--tls-key-file"]) == (f"{mounts['tls']}/tls.crt", f"{mounts['tls']}/tls.key")
+    secrets = {v["name"]: v["secret"] for v in spec["volumes"] if "secret" in v}
+    assert secrets == {"api-keys": {"secretName": "k", "defaultMode": 0o444}, "tls": {"secretName": "t", "defaultMode": 0o444}}
+    (port,) = found["Service", names.ROUTER_SERVICE_NAME]["spec"]["ports"]
+    assert (port["name"], port["port"]) == ("https", 443)
+    (operator,) = found["Deployment", "radixfleet-operator"]["spec"]["template"]["spec"]["containers"]
+    assert parse(operator["args"], {}).url == "https://radixfleet-router.radixfleet-system/v1"
 
 
 @needs_helm
@@ -138,7 +159,9 @@ def test_with_namespaces_the_operator_gets_roles_there_and_no_cluster_role(tmp_p
         ("images.operator=", "operator"),
         ("operator.replicas=-1", "replicas"),
         ("router.service.type=Magic", "type"),
+        ("router.workers=0", "workers"),
         ("no.such=1", "no"),
+        ("router.corsOrigins={a.example}", "corsOrigins"),
     ],
 )
 def test_bad_values_are_refused_by_name(tmp_path: Path, flag: str, text: str) -> None:
@@ -150,5 +173,5 @@ def test_every_value_is_commented_and_has_a_schema() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     for before, line in itertools.pairwise(lines):
         leaf = line.strip()
-        if leaf.startswith(("replicas:", "logLevel:", "watchNamespaces:", "resources:", "type:", "imagePullPolicy:", "extraArgs:")):
+        if leaf.startswith(("replicas:", "logLevel:", "watchNamespaces:", "resources:", "type:", "imagePullPolicy:", "extraArgs:", "workers:")):
             assert before.strip().startswith("#"), line

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from fleet_router.edge import Edge
 from fleet_router.link import listen
 from fleet_router.settings import Settings, parse
+from fleet_router.single import Single
 from fleet_router.supervisor import bind
+from fleet_testing.engines.server import FakeEngine
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_fleet import Fleet, MakeFleet
 from fleet_testing.router_process import RouterProcess, until
+from fleet_testing.split_edge import SplitEdge
 
 
 @pytest.fixture
@@ -35,12 +37,15 @@ async def make_worker() -> AsyncIterator[Callable[..., Awaitable[FakeWorker]]]:
 
 @pytest.fixture
 async def make_fleet() -> AsyncIterator[MakeFleet]:
-    """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here."""
+    """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here.
+
+    `split`: with the link between edge and brain.
+    """
     started: list[Fleet] = []
 
-    async def make(*workers: FakeWorker, wait: bool = True, max_files: int = 4096, **settings: Any) -> Fleet:
+    async def make(*workers: FakeWorker, wait: bool = True, split: bool = False, max_files: int = 4096, **settings: Any) -> Fleet:
         options = {"router_id": "r", "host": "127.0.0.1", "poll_interval": 0.05, "static": tuple(w.url for w in workers)} | settings
-        edge = Edge(Settings(**options), max_files=max_files)
+        edge = (SplitEdge if split else Single)(Settings(**options), max_files=max_files)
         data = bind("127.0.0.1", 0, "--data-port")
         await edge.start(data, listen(f"test-{secrets.token_hex(8)}"))
         fleet = Fleet(edge, data.getsockname()[1], list(workers))
@@ -76,3 +81,31 @@ async def make_router(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[R
 @pytest.fixture
 def settings_of() -> Callable[..., Settings]:
     return lambda *flags: parse(flags)
+
+
+@pytest.fixture
+async def start_engine() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """Starts a scripted engine of another kind that was made, and ends it."""
+    started: list[FakeEngine] = []
+
+    async def start(engine: FakeEngine) -> FakeEngine:
+        started.append(engine)
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in started:
+        await engine.stop()
+
+
+@pytest.fixture
+def front(make_fleet: MakeFleet) -> Callable[..., Awaitable[Fleet]]:
+    """An edge in front of workers named by URL; waits until so many are ready (all of them by default)."""
+
+    async def make(*urls: str, ready: int | None = None, **settings: Any) -> Fleet:
+        fleet = await make_fleet(wait=False, static=urls, **settings)
+        wanted = len(urls) if ready is None else ready
+        await until(lambda: fleet.ready() == wanted, "the workers are ready")
+        return fleet
+
+    return make

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fleet_router.body import CHAT, COMPLETIONS, parse_body, read_prompt
+from fleet_contract.wire import encode_ids
+from fleet_router.body import parse_body, read_prompt
+from fleet_router.paths import CHAT, COMPLETIONS
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -47,10 +49,11 @@ def encoder() -> PromptEncoder:
 async def test_router_and_runtime_make_the_same_ids(encoder: PromptEncoder, body: dict[str, Any]) -> None:
     data = json.dumps({"model": "m", **body, "temperature": 1, "metadata": {"a": "b"}}).encode()
     prompt = await read_prompt(parse_body(CHAT, data), encoder, REV)
-    assert prompt.ids == encoder.encode_inputs(chat_inputs(json.loads(data)))
-    assert prompt.ids is not None and prompt.tokens == len(prompt.ids)
+    assert prompt.ids == encode_ids(encoder.encode_inputs(chat_inputs(json.loads(data))))
+    assert prompt.ids and prompt.tokens == len(prompt.ids) // 4
 
 
+@pytest.mark.rule("R1")
 async def test_what_only_the_tools_change_changes_the_keys(encoder: PromptEncoder) -> None:
     other = json.loads(json.dumps(TOOL).replace("number", "string"))
     prompts = [
@@ -92,6 +95,7 @@ async def test_a_pair_gets_a_room_for_every_choice_that_is_computed(encoder: Pro
     assert prompt.choices == choices
 
 
+@pytest.mark.rule("R2")
 async def test_salts_and_revisions_share_no_key(encoder: PromptEncoder) -> None:
     async def keys(revision: str, **fields: str) -> set[int]:
         body = json.dumps({"model": "m", "prompt": "word " * 100, **fields}).encode()

@@ -199,6 +199,7 @@ async def test_the_last_snapshot_stays_while_the_api_server_is_away() -> None:
     assert [len(o.pods) for o in got] == [1, 2]
 
 
+@pytest.mark.rule("R17")
 async def test_a_lost_event_is_found_by_the_next_list() -> None:
     source = ScriptedSource()
 

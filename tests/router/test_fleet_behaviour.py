@@ -20,6 +20,7 @@ from fleet_testing.router_process import until
 LONG = "the same long prompt, again and again. " * 40
 
 
+@pytest.mark.rule("R9")
 async def test_the_same_long_prompt_goes_to_the_worker_that_has_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefills = [await make_worker("prefill") for _ in range(3)]
     fleet = await make_fleet(*prefills, await make_worker("decode"))
@@ -32,6 +33,7 @@ async def test_the_same_long_prompt_goes_to_the_worker_that_has_it(make_worker: 
     fleet.brain.index.check_integrity()
 
 
+@pytest.mark.rule("R42")
 async def test_paced_sessions_spread_and_stay_where_they_are(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker(), await make_worker()]
     fleet = await make_fleet(*workers)
@@ -47,6 +49,7 @@ async def test_paced_sessions_spread_and_stay_where_they_are(make_worker: MakeWo
             assert homes[leg.json["messages"][0]["content"][:11]] is worker
 
 
+@pytest.mark.rule("R12")
 async def test_many_equal_requests_of_one_moment_are_spread(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(4)]
     fleet = await make_fleet(*workers)
@@ -206,6 +209,7 @@ async def test_a_request_waits_a_moment_for_a_worker_to_become_ready(make_worker
     assert fleet.brain.waiting == {}
 
 
+@pytest.mark.rule("R18")
 async def test_the_queue_is_bounded_in_count_and_a_client_that_leaves_it_is_forgotten(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker, queue_timeout=20.0, max_queue=3)
@@ -364,6 +368,7 @@ async def test_a_draining_pod_gets_nothing_new_finishes_what_runs_and_is_reporte
 
 
 @pytest.mark.parametrize("change", [{"ready": False}, {"deleting": True}, {"terminal": True}])
+@pytest.mark.rule("R17")
 async def test_a_pod_that_is_no_longer_ready_is_left_at_once(change: dict[str, bool], cluster: Any, make_worker: MakeWorker) -> None:
     workers = [await make_worker(), await make_worker()]
     fleet = await cluster(workers, poll_interval=30.0)
@@ -377,6 +382,7 @@ async def test_a_pod_that_is_no_longer_ready_is_left_at_once(change: dict[str, b
     assert [len(w.legs) for w in workers] == [0, 6]
 
 
+@pytest.mark.rule("R17")
 async def test_a_pod_whose_address_answers_as_another_pod_is_not_used(cluster: Any, make_worker: MakeWorker) -> None:
     worker = await make_worker()
     fleet = await cluster([worker], queue_timeout=0.1)
@@ -398,6 +404,7 @@ async def test_the_router_stays_synced_when_a_new_pod_does_not_answer_yet(cluste
     assert fleet.brain.synced
 
 
+@pytest.mark.rule("R39")
 async def test_a_decision_is_explained_and_nothing_changes_by_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefills = [await make_worker("prefill"), await make_worker("prefill")]
     fleet = await make_fleet(*prefills, await make_worker("decode"))

@@ -102,6 +102,7 @@ async def test_unknown_paths_and_wrong_methods_have_the_same_shape(make_worker: 
         assert response.json()["error"]["request_id"] == response.headers["x-request-id"]
 
 
+@pytest.mark.rule("R19")
 async def test_a_body_at_the_limit_passes_and_one_byte_more_is_refused_by_the_name_of_the_flag(
     make_worker: MakeWorker, make_fleet: MakeFleet
 ) -> None:
@@ -283,6 +284,7 @@ async def test_an_idle_connection_ends(make_worker: MakeWorker, make_fleet: Make
     assert status == 200
 
 
+@pytest.mark.rule("R18")
 async def test_a_client_that_never_reads_is_ended_and_its_worker_told(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker, write_timeout=0.5)
@@ -301,6 +303,7 @@ async def test_a_client_that_never_reads_is_ended_and_its_worker_told(make_worke
         sock.close()
 
 
+@pytest.mark.rule("R21")
 async def test_a_slow_reader_slows_its_worker_and_gets_every_byte(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)

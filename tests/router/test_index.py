@@ -60,6 +60,7 @@ def store_blocks(index: PrefixIndex, slot: int, prompt: list[int], tier: int = G
 # -- lookups
 
 
+@pytest.mark.rule("R1")
 def test_r1_prompts_share_nothing_after_their_first_difference() -> None:
     index = by_history(0)
     index.remember(0, keys(1, 2, 3, 4))
@@ -67,6 +68,7 @@ def test_r1_prompts_share_nothing_after_their_first_difference() -> None:
     assert depth(index, 0, keys(9, 2, 3, 4)) == 0
 
 
+@pytest.mark.rule("R2")
 def test_r2_another_salt_or_lora_shares_nothing() -> None:
     index = by_history(0)
     index.remember(0, keys(1, 2, 3))
@@ -101,6 +103,7 @@ def test_the_walk_over_one_worker_s_bit_sees_gaps() -> None:
 # -- KV events
 
 
+@pytest.mark.rule("R6")
 def test_r6_a_block_that_was_stored_twice_is_there_until_it_is_removed_twice() -> None:
     index = by_events(0)
     prompt = keys(1)
@@ -112,6 +115,7 @@ def test_r6_a_block_that_was_stored_twice_is_there_until_it_is_removed_twice() -
     index.check_integrity()
 
 
+@pytest.mark.rule("R6")
 def test_r6_a_copy_in_host_memory_survives_the_removal_from_the_gpu() -> None:
     index = by_events(0)
     prompt = keys(1, 2)
@@ -122,6 +126,7 @@ def test_r6_a_copy_in_host_memory_survives_the_removal_from_the_gpu() -> None:
     assert depth(index, 0, prompt) == 0 and depth(index, 0, prompt, HOST) == 2
 
 
+@pytest.mark.rule("R6")
 def test_r6_groups_are_counted_apart() -> None:
     index = by_events(0)
     prompt = keys(1)
@@ -140,6 +145,7 @@ def test_a_hit_may_continue_in_slower_tiers() -> None:
     assert [int(v[0]) // BLOCK_TOKENS for v in index.hits(prompt, 1) if v is not None] == [2, 2, 1]
 
 
+@pytest.mark.rule("R8")
 def test_r8_more_blocks_than_the_worker_can_have_are_refused() -> None:
     index = by_events(0, engine_blocks=10)
     prompt = keys(*range(40))
@@ -166,6 +172,7 @@ def test_a_snapshot_takes_the_place_of_the_old_content_at_once() -> None:
     assert len(index) == 2
 
 
+@pytest.mark.rule("R4")
 def test_r4_a_worker_that_lost_its_stream_starts_from_nothing_in_history_mode() -> None:
     index = by_events(0)
     store_blocks(index, 0, keys(1, 2))
@@ -178,6 +185,7 @@ def test_r4_a_worker_that_lost_its_stream_starts_from_nothing_in_history_mode() 
 # -- lives
 
 
+@pytest.mark.rule("R7")
 def test_r7_nothing_of_a_removed_worker_matches_in_its_slot_s_next_life() -> None:
     index = by_history(0, 1)
     index.remember(0, keys(1, 2))
@@ -196,6 +204,7 @@ def test_r7_nothing_of_a_removed_worker_matches_in_its_slot_s_next_life() -> Non
     assert len(index) == 3
 
 
+@pytest.mark.rule("R7")
 def test_r7_removal_costs_the_same_however_much_the_worker_held() -> None:
     index = by_history(0, capacity_blocks=100_000)
     for n in range(100):
@@ -208,6 +217,7 @@ def test_r7_removal_costs_the_same_however_much_the_worker_held() -> None:
     assert len(index) == 0
 
 
+@pytest.mark.rule("R7")
 def test_r7_an_expectation_of_an_old_life_changes_nothing_in_the_new_one() -> None:
     index = by_events(0)
     old = index.expect(0, keys(1, 2), 0)
@@ -500,6 +510,7 @@ def test_orphans_are_bounded_and_do_not_wait_for_ever() -> None:
     ],
     ids=["overlapping tokens", "page size 1", "page size 0", "a copy of what nobody knows", "wrong number of chains"],
 )
+@pytest.mark.rule("R5")
 def test_r5_an_event_that_cannot_be_used_costs_only_itself(bad: Stored, outcome: str) -> None:
     index = by_events(0)
     book = EventBook(index)
@@ -522,6 +533,7 @@ def test_a_copy_without_tokens_is_found_by_its_hashes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["events", "history"])
+@pytest.mark.rule("R8")
 def test_r8_a_worker_s_block_costs_at_most_200_bytes(kind: str) -> None:
     n = 60_000
     index = by_history(0, capacity_blocks=n) if kind == "history" else by_events(0, engine_blocks=n)
@@ -543,6 +555,7 @@ def test_r8_a_worker_s_block_costs_at_most_200_bytes(kind: str) -> None:
     assert depth(index, 0, prompt) == 0
 
 
+@pytest.mark.rule("R8")
 def test_r8_after_everything_is_removed_nothing_is_left() -> None:
     index = by_events(0, 1)
     for n in range(300):

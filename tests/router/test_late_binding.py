@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from fleet_router import reports
 from fleet_router.decide.retry import BUDGET_FLOOR
@@ -31,6 +32,7 @@ async def hold(worker: FakeWorker, fleet: Fleet) -> tuple[asyncio.Event, asyncio
     return gate, task
 
 
+@pytest.mark.rule("R35")
 async def test_a_request_waits_in_the_router_and_goes_when_the_worker_is_free(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)
@@ -62,6 +64,7 @@ async def test_of_two_that_wait_the_one_whose_prompt_is_cached_goes_first(make_w
     assert last == [True, False]
 
 
+@pytest.mark.rule("R18")
 async def test_what_waits_too_long_is_told_when_to_come_again(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker, busy_timeout=0.3)
@@ -141,6 +144,7 @@ async def test_a_short_prompt_goes_to_a_worker_that_decodes_many_without_waiting
     await asyncio.gather(*running, return_exceptions=True)
 
 
+@pytest.mark.rule("R25")
 async def test_r25_a_worker_that_fails_again_and_again_gets_nothing_for_a_while(
     make_worker: Callable[..., Awaitable[FakeWorker]], make_fleet: MakeFleet
 ) -> None:
@@ -157,6 +161,7 @@ async def test_r25_a_worker_that_fails_again_and_again_gets_nothing_for_a_while(
     await fleet.idle()
 
 
+@pytest.mark.rule("R25")
 async def test_r25_wrong_requests_and_busy_answers_open_no_breaker(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)
@@ -177,6 +182,7 @@ async def test_a_worker_alone_is_used_however_often_it_failed(make_worker: MakeW
     assert (await fleet.chat("hello")).status_code == 200
 
 
+@pytest.mark.rule("R24")
 async def test_r24_when_all_workers_fail_retries_stay_within_their_budget(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(3)]
     fleet = await make_fleet(*workers)

@@ -21,7 +21,7 @@ from fleet_router import settings as router_settings
 from fleet_router.__main__ import main
 from fleet_testing.fake_worker import DEFAULT_STREAM, Script, sse
 from fleet_testing.router_fleet import MakeWorker
-from fleet_testing.router_process import RouterProcess, spawn, until, until_async
+from fleet_testing.router_process import RouterProcess, held_port, spawn, until, until_async
 
 pytestmark = pytest.mark.processes
 
@@ -150,6 +150,7 @@ async def test_without_an_edge_the_control_port_says_so(make_worker: MakeWorker,
     await until_async(router.is_ready, "ready again")
 
 
+@pytest.mark.rule("R38")
 async def test_sigterm_finishes_streams_refuses_new_clients_and_exits_0(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     worker = await make_worker()
     router = await make_router("--static", worker.url)
@@ -178,6 +179,7 @@ async def test_sigterm_finishes_streams_refuses_new_clients_and_exits_0(make_wor
     assert router.process.returncode == 0
 
 
+@pytest.mark.rule("R38")
 async def test_the_drain_has_a_limit_and_the_workers_hear_of_what_was_cut(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     worker = await make_worker()
     router = await make_router("--static", worker.url, "--drain-timeout", "0.5")
@@ -236,24 +238,23 @@ async def test_a_killed_supervisor_leaves_no_child_behind(make_worker: MakeWorke
     assert len(gone) == 2 and not alive
 
 
+@pytest.mark.rule("R40")
 async def test_workers_may_come_after_the_router(make_worker: MakeWorker, make_router: MakeRouter) -> None:
-    first = await make_worker()
-    port = first.port
-    await first.stop()
-    router = await make_router("--static", f"http://127.0.0.1:{port}", ready=False)
+    with held_port() as port:
+        router = await make_router("--static", f"http://127.0.0.1:{port}", ready=False)
 
-    async def not_synced() -> bool:
-        try:
-            return (await router.http.get(f"{router.control}/readyz")).json()["status"] == "syncing"
-        except (httpx.HTTPError, KeyError):
-            return False
+        async def not_synced() -> bool:
+            try:
+                return (await router.http.get(f"{router.control}/readyz")).json()["status"] == "syncing"
+            except (httpx.HTTPError, KeyError):
+                return False
 
-    await until_async(not_synced, "the router says that it has no worker yet")
-    response = await router.chat()
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_synced")
-    await make_worker(port=port)
-    await router.until_workers(1)
-    assert (await router.chat()).status_code == 200
+        await until_async(not_synced, "the router says that it has no worker yet")
+        response = await router.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "not_synced")
+        await make_worker(port=port)
+        await router.until_workers(1)
+        assert (await router.chat()).status_code == 200
 
 
 @pytest.mark.parametrize(

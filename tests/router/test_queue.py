@@ -88,6 +88,7 @@ def test_a_request_goes_at_once_while_a_worker_is_open() -> None:
     assert world.queued == 0 and [len(q) for q in world.running] == [2, 2]
 
 
+@pytest.mark.rule("R35")
 def test_r35_no_worker_ever_has_more_than_theta_and_one_request_waiting() -> None:
     world = World(8)
     rng = random.Random(2)
@@ -133,6 +134,7 @@ def test_requests_that_wait_see_what_the_ones_before_them_will_leave() -> None:
     assert len(computed) == 6 and sum(tokens > 64 for tokens in computed) <= 2, computed
 
 
+@pytest.mark.rule("R36")
 def test_r36_a_request_waits_for_its_own_worker_but_not_longer_than_the_bound() -> None:
     rules = QueueRules(theta_s=1.0, affinity_s=5.0, max_requests=5000, max_requests_per_tenant=5000)
     world = World(2, rules)
@@ -148,6 +150,7 @@ def test_r36_a_request_waits_for_its_own_worker_but_not_longer_than_the_bound() 
     assert not request.queued and world.running[1 - home][0][2] == "mine"
 
 
+@pytest.mark.rule("R36")
 def test_r36_the_oldest_goes_within_the_bound_after_a_worker_is_open() -> None:
     rng = random.Random(4)
     world = World(4)
@@ -194,6 +197,7 @@ def test_a_request_that_fits_nowhere_for_long_gets_room() -> None:
 # -- fairness
 
 
+@pytest.mark.rule("R37")
 def test_r37_a_heavy_tenant_delays_a_light_one_by_about_theta() -> None:
     world = World(4)
     rng = random.Random(6)
@@ -208,6 +212,7 @@ def test_r37_a_heavy_tenant_delays_a_light_one_by_about_theta() -> None:
     assert len(light) >= 18 and light[int(0.99 * len(light))] < 2.0, light
 
 
+@pytest.mark.rule("R37")
 def test_r37_tenants_get_tokens_by_their_weights() -> None:
     world = World(2)
     world.send(1500, name="x", tenant="x")
@@ -252,6 +257,7 @@ def test_an_aged_request_moves_up_one_class() -> None:
 # -- bounds
 
 
+@pytest.mark.rule("R18")
 def test_r18_the_queue_is_bounded_in_count_bytes_and_per_tenant() -> None:
     queue = CacheQueue(LoadTable(), QueueRules(max_requests=3, max_bytes=1000, max_requests_per_tenant=2), lambda keys: Hits(np.zeros(8)))
 
@@ -275,6 +281,7 @@ def test_r18_the_queue_is_bounded_in_count_bytes_and_per_tenant() -> None:
     queue.check_integrity()
 
 
+@pytest.mark.rule("R18")
 def test_r18_what_waits_too_long_is_given_back_with_a_time_to_come_again() -> None:
     world = World(1)
     world.send(10_000, name="first")
@@ -321,6 +328,22 @@ def test_pairs_wait_for_an_open_prefill_and_a_decode_with_room() -> None:
     assert fleet.pump("p", 3.0) is None  # the prefill is open, but the decode has no room
     fleet.release(first)
     assert fleet.pump("p", 4.0) is not None
+
+
+@pytest.mark.parametrize("decodes", [(), (Member(2, "d", "decode", transfer_backends=("rdma",)),)])
+def test_a_prefill_without_anybody_to_hand_over_to_takes_nothing_that_waits(decodes: tuple[Member, ...]) -> None:
+    fleet = Fleet(random.Random(1).randrange, RULES)
+    for slot in range(3):
+        fleet.add_worker(slot, SPEED, by_history=True, learn=False)
+    fleet.set_pools({"p": Pool((Member(0, "u", "unified"),), (Member(1, "p", "prefill", transfer_backends=("tcp",)),), decodes)})
+    decision = fleet.offer("p", Waiting(Ask(3000, 100), (), 0.0, FOREVER), 0.0)
+    assert decision is not None and (decision.chosen.prefill, decision.chosen.serving) == (None, 0)
+    taken = fleet.take(decision, (), 0.0, key="p")
+    assert fleet.offer("p", Waiting(Ask(100, 100), (), 0.0, FOREVER), 0.0) is None
+    assert fleet.pump("p", 1.0) is None
+    fleet.first_token(taken, 3.0)
+    found = fleet.pump("p", 3.0)
+    assert found is not None and found[1].chosen.serving == 0
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_router.relay import cached_tokens, event_end
+from fleet_router.dialects import OPENAI
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -28,6 +28,7 @@ def split(data: bytes, rng: random.Random) -> list[bytes]:
     return [p for p in (data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)) if p]
 
 
+@pytest.mark.rule("R21")
 async def test_a_stream_arrives_byte_for_byte_however_it_is_split(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)
@@ -49,6 +50,7 @@ async def test_a_huge_event_is_passed_on_before_its_end(make_worker: MakeWorker,
     assert (await fleet.chat(stream=True)).content == text
 
 
+@pytest.mark.rule("R26")
 async def test_both_legs_get_one_room_one_rid_and_the_token_ids(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
     fleet = await make_fleet(prefill, decode)
@@ -119,6 +121,7 @@ async def test_a_failed_attempt_is_tried_once_on_another_worker(bad: Script, mak
     await fleet.idle()
 
 
+@pytest.mark.rule("R24")
 async def test_no_more_than_one_retry_is_made(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(4)]
     fleet = await make_fleet(*workers)
@@ -176,6 +179,7 @@ async def test_a_worker_s_own_error_event_is_the_last_one(make_worker: MakeWorke
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.rule("R20")
 async def test_a_client_that_leaves_ends_both_legs_at_once(stream: bool, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
     fleet = await make_fleet(prefill, decode)
@@ -198,6 +202,7 @@ async def test_a_client_that_leaves_ends_both_legs_at_once(stream: bool, make_wo
     assert fleet.counter("client_gone_total") == 1
 
 
+@pytest.mark.rule("R20")
 async def test_a_client_that_leaves_in_mid_stream_ends_the_decode_leg(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
     fleet = await make_fleet(prefill, decode)
@@ -228,6 +233,7 @@ async def test_a_prefill_worker_has_nothing_in_flight_after_its_hand_over(make_w
 
 
 @pytest.mark.parametrize(("derived_from", "delay"), [("decode", 0.0), ("decode", 0.05), ("prefill", 0.05)])
+@pytest.mark.rule("R27")
 async def test_the_cause_is_reported_and_not_what_the_other_leg_made_of_it(
     derived_from: str, delay: float, make_worker: MakeWorker, make_fleet: MakeFleet
 ) -> None:
@@ -241,6 +247,7 @@ async def test_the_cause_is_reported_and_not_what_the_other_leg_made_of_it(
     await fleet.idle()
 
 
+@pytest.mark.rule("R27")
 async def test_a_derived_error_alone_is_reported_after_a_short_wait_and_ends_the_other_leg(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
     fleet = await make_fleet(prefill, decode)
@@ -252,6 +259,7 @@ async def test_a_derived_error_alone_is_reported_after_a_short_wait_and_ends_the
     await fleet.idle()
 
 
+@pytest.mark.rule("R27")
 async def test_a_failed_prefill_is_replaced_and_the_pair_gets_a_new_room(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefills = [await make_worker("prefill"), await make_worker("prefill")]
     decode = await make_worker("decode")
@@ -269,6 +277,7 @@ async def test_a_failed_prefill_is_replaced_and_the_pair_gets_a_new_room(make_wo
     await fleet.idle()
 
 
+@pytest.mark.rule("R27")
 async def test_a_failed_transfer_is_tried_again_in_a_new_room_of_the_same_pair(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
     fleet = await make_fleet(prefill, decode)
@@ -324,6 +333,7 @@ async def test_an_unreachable_worker_is_left_and_the_others_serve(make_worker: M
     assert fleet.ready() == 1
 
 
+@pytest.mark.rule("R23")
 async def test_a_dead_keep_alive_connection_costs_nobody_anything(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     worker = await make_worker()
     fleet = await make_fleet(worker)
@@ -363,6 +373,7 @@ async def test_a_stream_that_falls_silent_ends_by_the_router_s_limit(make_worker
     await fleet.idle()
 
 
+@pytest.mark.rule("R16")
 async def test_counts_are_zero_after_clients_and_workers_failed_in_every_way(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     prefills, decodes = [await make_worker("prefill") for _ in range(2)], [await make_worker("decode") for _ in range(2)]
     fleet = await make_fleet(*prefills, *decodes)
@@ -390,11 +401,11 @@ async def test_counts_are_zero_after_clients_and_workers_failed_in_every_way(mak
     [(b"data: 1\n\n", 9), (b"data: 1\n\ndata", 9), (b"data: 1\r\n\r\n", 11), (b"data", 0), (b"\n", 0), (b"", 0), (b"a\n\nb\r\n\r\nc", 8)],
 )
 def test_the_end_of_the_last_whole_event(data: bytes, end: int) -> None:
-    assert event_end(data) == end
+    assert OPENAI.event_end(data) == end
 
 
 @pytest.mark.parametrize(
     ("text", "n"), [(b'{"cached_tokens": 48}', 48), (b'{"cached_tokens":0,"x":1}', 0), (b"{}", None), (b'"cached_tokens": null', None)]
 )
 def test_cached_tokens_are_found(text: bytes, n: int | None) -> None:
-    assert cached_tokens(text) == n
+    assert OPENAI.cached_tokens(text) == n

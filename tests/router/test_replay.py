@@ -103,6 +103,7 @@ def test_ours_beats_the_other_rules_on_the_built_in_log() -> None:
     assert len(verdicts) == 2 and all(v.ok for v in verdicts), verdicts
 
 
+@pytest.mark.rule("R36")
 def test_r36_without_look_ahead_the_queue_destroys_hits() -> None:
     log = trace.scaled(trace.built_in(sessions=160, seconds=200.0), 8.0)
     wide = run(log, "ours", blocks=600)
@@ -110,6 +111,7 @@ def test_r36_without_look_ahead_the_queue_destroys_hits() -> None:
     assert narrow.hit_share < wide.hit_share - 0.03, (narrow.hit_share, wide.hit_share)
 
 
+@pytest.mark.rule("R14")
 def test_r14_learned_speeds_help_where_half_of_the_workers_are_slow() -> None:
     log = trace.built_in()
     machine = Machine(4, 3000, slow_share=0.25, told_speeds=False)

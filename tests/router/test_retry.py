@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from fleet_router.decide.retry import BUDGET_FLOOR, BUDGET_LIFE_S, BUDGET_SHARE, FAULTS_IN_ROW, MAX_OPEN_S, OPEN_S, Breaker, RetryBudget
 
 
+@pytest.mark.rule("R24")
 def test_r24_when_everything_fails_retries_are_a_tenth_of_the_requests() -> None:
     budget, retries, now = RetryBudget(), 0, 0.0
     for _ in range(20_000):
@@ -28,7 +29,15 @@ def test_a_quiet_router_may_retry_a_few_times_and_again_later() -> None:
     assert sum(budget.take(BUDGET_LIFE_S) for _ in range(50)) == int(BUDGET_FLOOR)
 
 
+def test_several_edges_may_retry_as_often_as_one_and_each_at_least_once() -> None:
+    assert RetryBudget(64).take(0.0)
+    for parts in (2, 5):
+        budgets = [RetryBudget(parts) for _ in range(parts)]
+        assert sum(b.take(0.0) for b in budgets for _ in range(50)) == int(BUDGET_FLOOR)
+
+
 @given(st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=200))
+@pytest.mark.rule("R24")
 def test_r24_the_budget_is_never_overspent(steps: list[tuple[float, bool]]) -> None:
     budget, now, requests, retries = RetryBudget(), 0.0, 0, 0
     for wait, retry in steps:
@@ -49,6 +58,7 @@ def opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
+@pytest.mark.rule("R25")
 def test_r25_faults_in_a_row_open_it_and_one_success_between_does_not_let_them_add_up() -> None:
     breaker = Breaker()
     for _ in range(9):
@@ -59,6 +69,7 @@ def test_r25_faults_in_a_row_open_it_and_one_success_between_does_not_let_them_a
     assert breaker.allows(30.0)
 
 
+@pytest.mark.rule("R25")
 def test_r25_a_share_of_faults_opens_it() -> None:
     breaker = Breaker()
     for n in range(6):
@@ -75,6 +86,7 @@ def test_faults_of_long_ago_do_not_count() -> None:
     assert breaker.allows(300.0)
 
 
+@pytest.mark.rule("R25")
 def test_r25_half_open_admits_one_probe() -> None:
     breaker = opened()
     assert not breaker.allows(OPEN_S - 0.1)
@@ -85,6 +97,7 @@ def test_r25_half_open_admits_one_probe() -> None:
     assert breaker.state == "closed" and breaker.allows(OPEN_S + 1.0)
 
 
+@pytest.mark.rule("R25")
 def test_r25_a_probe_that_says_nothing_lets_the_next_one_through() -> None:
     breaker = opened()
     assert breaker.allows(OPEN_S)

@@ -18,8 +18,10 @@ from fleet_router.decide.load import LEARN_LIMIT, REPORT_LIFE_S, SILENT_FACTOR, 
 from fleet_router.decide.rule import (
     DELTA,
     DELTA_MIXED,
+    FEW,
     Ask,
     Chosen,
+    FewTerms,
     Hits,
     Member,
     Pool,
@@ -77,6 +79,34 @@ def total(terms: Terms) -> list[float]:
 # -- the rule
 
 
+@given(
+    workers=st.lists(
+        st.tuples(st.sampled_from([500.0, 1000.0, 1100.0, 4000.0]), st.integers(0, 5000), st.integers(0, 30), st.integers(0, 1500), st.booleans()),
+        min_size=1, max_size=FEW,
+    ),
+    prompt=st.integers(1, 5000), answer=st.integers(1, 4000), host=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_choice_among_few_is_the_choice_among_many(workers: list[Any], prompt: int, answer: int, host: bool, seed: int) -> None:
+    on = table(*(speed(rate, 6000, per_row=0.001) for rate, *_ in workers))
+    for slot, (_, pend, rows, _, blamed) in enumerate(workers):
+        load(on, slot, pend=pend, rows=rows, room=100 * rows)
+        if blamed:
+            on.slots[slot].set_penalty(1.0)
+    held = hits(*(64 * (hit // 64) for *_, hit, _ in workers))
+    if host:
+        held = Hits(held.gpu, np.arange(16.0) * 64)
+    pool, ask = alone(len(workers)), Ask(prompt, answer)
+    few = choose(on, pool, ask, held, random.Random(seed).randrange)
+    many = choose(on, pool, ask, held, random.Random(seed).randrange, np.ones(16, np.bool_))  # with open slots arrays are used
+    assert few is not None and many is not None and isinstance(few[1], FewTerms) and not isinstance(many[1], FewTerms)
+    assert few[0] == many[0]
+    terms = few[1].as_terms()
+    for name in ("slots", "wait", "work", "decode", "room", "penalty", "total"):
+        assert np.array_equal(getattr(terms, name), getattr(many[1][0], name)), name
+
+
+@pytest.mark.rule("R9")
 def test_r9_a_long_hit_wins_on_a_worker_with_three_times_the_load_and_a_short_one_loses() -> None:
     on = table(speed(12_000.0, 3_000_000), speed(12_000.0, 3_000_000))
     load(on, 0, pend=30_000)
@@ -86,6 +116,7 @@ def test_r9_a_long_hit_wins_on_a_worker_with_three_times_the_load_and_a_short_on
     assert picked(on, alone(2), ask, hits(500)).serving == 1
 
 
+@pytest.mark.rule("R10")
 def test_r10_doubling_a_worker_s_speed_halves_its_wait_and_work() -> None:
     on = table(speed(1000.0), speed(2000.0))
     for slot in (0, 1):
@@ -118,6 +149,7 @@ def test_tokens_in_host_memory_are_cheaper_than_none_and_dearer_than_those_in_th
     assert work[0] < work[1] < work[2]
 
 
+@pytest.mark.rule("R13")
 def test_r13_near_ties_are_broken_evenly() -> None:
     rng = random.Random(1)
     on = table(*[speed()] * 4)
@@ -140,6 +172,7 @@ def test_the_chosen_worker_is_never_worse_than_the_tie_window(loads: list[tuple[
     assert costs[picked(on, alone(len(loads)), ASK, found, rng.randrange).serving] <= tie_limit(min(costs))
 
 
+@pytest.mark.rule("R12")
 def test_r12_equal_prompts_in_one_turn_of_the_loop_spread_evenly() -> None:
     fleet = Fleet(random.Random(3).randrange)
     for slot in range(8):
@@ -175,6 +208,7 @@ def test_many_equal_prompts_spread_over_the_decodes_of_a_fast_model() -> None:
     assert min(rows.values()) >= 10 and len(rows) == 2, rows
 
 
+@pytest.mark.rule("R42")
 def test_r42_paced_sessions_spread_over_idle_workers_and_come_back() -> None:
     fleet = Fleet(random.Random(5).randrange)
     for slot in (0, 1):
@@ -210,12 +244,14 @@ def pair_pool(**more: Any) -> Pool:
     )
 
 
+@pytest.mark.rule("R26")
 def test_r26_a_pair_on_one_host_saves_the_transfer() -> None:
     on = table(*[speed(20_000.0, 1_000_000)] * 4)
     chosen = {picked(on, pair_pool(), Ask(50_000, 10), hits(), random.Random(n).randrange)[:2] for n in range(20)}
     assert chosen == {(2, 0), (3, 1)}
 
 
+@pytest.mark.rule("R26")
 def test_r26_the_transfer_is_weighed_against_the_load() -> None:
     on = table(*[speed(20_000.0, 1_000_000)] * 4)
     load(on, 0, pend=200_000)
@@ -258,6 +294,7 @@ def run_prompts(one: SlotLoad, seconds_per_token: float, n: int = 60, tokens: in
 
 
 @pytest.mark.parametrize(("truth", "learned"), [(0.5, 0.5), (2.0, 2.0), (0.01, 1 / LEARN_LIMIT), (50.0, LEARN_LIMIT)])
+@pytest.mark.rule("R14")
 def test_r14_the_prefill_speed_is_learned_within_its_limits(truth: float, learned: float) -> None:
     on = table(speed(1000.0))
     run_prompts(on.slots[0], 1 / (1000.0 * truth), n=200)
@@ -266,6 +303,7 @@ def test_r14_the_prefill_speed_is_learned_within_its_limits(truth: float, learne
 
 
 @pytest.mark.parametrize(("truth", "learned"), [(0.5, 0.5), (100.0, LEARN_LIMIT)])
+@pytest.mark.rule("R14")
 def test_r14_the_step_is_learned_too(truth: float, learned: float) -> None:
     on = table(speed(step=0.01))
     for _ in range(400):
@@ -290,6 +328,7 @@ def test_the_answer_weighs_more_where_speeds_differ() -> None:
 # -- load
 
 
+@pytest.mark.rule("R12")
 def test_r12_a_pick_counts_at_once_and_its_release_takes_it_back() -> None:
     book = table(speed()).slots[0]
     pick = book.pick(100, 120, 150, 0.0)

@@ -6,17 +6,15 @@ once or waits; after anything that frees work the caller calls `pump`, which giv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
-
-import numpy as np
 
 from fleet_router.decide import rule
 from fleet_router.decide.index import Expectation, PrefixIndex
 from fleet_router.decide.load import CAPACITY, COMMITTED, ROWS, WAIT, LoadTable, Pick, SlotLoad, Speed
 from fleet_router.decide.queue import BATCH, BATCH_SHARE_OF_THETA, CacheQueue, QueueRules, Waiting
-from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, Hits, Pool, Terms
+from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, FewTerms, Hits, Pool, Terms
 
 SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
@@ -28,9 +26,14 @@ class Decision:
     pool: Pool
     ask: Ask
     chosen: Chosen
-    terms: tuple[Terms, ...]
+    parts: tuple[Terms, ...] | FewTerms
     hits: Hits
     waited_s: float = 0.0
+
+    @property
+    def terms(self) -> tuple[Terms, ...]:
+        """The costs by kind of worker."""
+        return (self.parts.as_terms(),) if isinstance(self.parts, FewTerms) else self.parts
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +91,7 @@ class Fleet:
 
     def look_up(self, keys: Sequence[int]) -> Hits:
         """Hits of a prompt in all slots."""
-        return Hits(*self.index.hits(keys, self.load.matrix.shape[1]))
+        return Hits(*self.index.hits(keys, self.load.width))
 
     def decide(self, pool: Pool, ask: Ask, keys: Sequence[int], now: float, open_slots: Bools | None = None) -> Decision | None:
         """The choice that would be made now; changes nothing. None when nobody in the pool can serve."""
@@ -106,7 +109,7 @@ class Fleet:
         """
         chosen, ask = decision.chosen, decision.ask
         taken = Taken(decision, keys, [])
-        miss = max(0, ask.prompt_tokens - int(decision.hits.saved(np.array([chosen.first], np.intp))[0]))
+        miss = max(0, ask.prompt_tokens - int(decision.hits.saved_by(chosen.first)))
         whole = ask.prompt_tokens + ask.answer_tokens
         if chosen.prefill is None:
             self._pick(taken, chosen.serving, (miss, ask.prompt_tokens, whole), now, silent)
@@ -150,21 +153,33 @@ class Fleet:
     # -- waiting
 
     def offer(self, key: Hashable, request: Waiting, now: float) -> Decision | None:
-        """Decides at once when nobody waits and the best worker is open: the normal case. Else the request waits, and `pump` may give it.
+        """`at_once`, or the request waits, and `pump` may give it.
 
         Raises QueueFull. The pool may have no workers: then it waits for them.
         """
+        decision = self.at_once(key, request.ask, request.keys, now, request.klass, request.exclude)
+        if decision is None:
+            self.wait(key, request)
+        return decision
+
+    def at_once(
+        self, key: Hashable, ask: Ask, keys: Sequence[int], now: float, klass: str = "default", exclude: Collection[int] = ()
+    ) -> Decision | None:
+        """Decides when nobody waits and the best worker is open: the normal case. Nothing is counted yet."""
         queue = self.queues.get(key)
         pool = self._pools.get(key)
-        if pool is not None and not (queue is not None and len(queue)):
-            decision = self.decide(pool.without(request.exclude) if request.exclude else pool, request.ask, request.keys, now)
-            if decision is not None and self.is_open(decision, request.klass):
-                return decision
+        if pool is None or (queue is not None and len(queue)):
+            return None
+        decision = self.decide(pool.without(exclude) if exclude else pool, ask, keys, now)
+        return decision if decision is not None and self.is_open(decision, klass) else None
+
+    def wait(self, key: Hashable, request: Waiting) -> None:
+        """Puts a request into its pool's queue. Raises QueueFull."""
+        queue = self.queues.get(key)
         if queue is None:
             queue = self.queues[key] = CacheQueue(self.load, self.rules, self.look_up)
-            queue.set_pool(pool or Pool())
+            queue.set_pool(self._pools.get(key, Pool()))
         queue.put(request)
-        return None
 
     def pump(self, key: Hashable, now: float) -> tuple[Waiting, Decision] | None:
         """The next waiting request of a pool that may go now. The caller counts it with `take`, then asks again."""
@@ -190,16 +205,15 @@ class Fleet:
 
     def is_open(self, decision: Decision, klass: str = "default") -> bool:
         """Whether the chosen workers would begin soon and have room."""
-        m, ask, chosen = self.load.matrix, decision.ask, decision.chosen
+        ask, chosen = decision.ask, decision.chosen
+        first, serving = self.load.slots[chosen.first].column, self.load.slots[chosen.serving].column
         theta = self.rules.theta_s * (BATCH_SHARE_OF_THETA if klass == BATCH else 1.0)
-        if m[WAIT, chosen.first] >= theta:
+        if first[WAIT] >= theta:
             return False
         need = ask.prompt_tokens + ask.answer_tokens
-        slot = chosen.serving
-        if m[COMMITTED, slot] + need > m[CAPACITY, slot] and m[ROWS, slot] > 0:
+        if serving[COMMITTED] + need > serving[CAPACITY] and serving[ROWS] > 0:
             return False
-        first = chosen.first
-        return first == slot or m[COMMITTED, first] + ask.prompt_tokens <= m[CAPACITY, first] or m[WAIT, first] <= 0
+        return chosen.prefill is None or first[COMMITTED] + ask.prompt_tokens <= first[CAPACITY] or first[WAIT] <= 0
 
     def tick(self, now: float) -> None:
         """What only time changes: old reports, silent prompts, settled expectations, retired bits."""

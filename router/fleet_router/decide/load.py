@@ -67,7 +67,7 @@ class Speed:
 class Pick:
     """One request of ours on one worker, from the choice to its end."""
 
-    number: int
+    number: int  # below 0: adopted
     pend_tokens: int  # uncached prompt tokens
     prompt_tokens: int  # of context, once it runs; 0 on a worker that only computes the prompt
     room_tokens: int  # prompt and expected answer
@@ -109,18 +109,37 @@ class LoadTable:
     """The matrix: one column per slot."""
 
     def __init__(self) -> None:
-        self.matrix: npt.NDArray[np.float64] = np.ones((NUM_ROWS, 8))
+        self._matrix: npt.NDArray[np.float64] = np.ones((NUM_ROWS, 8))
+        self._changed: set[SlotLoad] = set()  # columns that are not written yet
         self.slots: dict[int, SlotLoad] = {}
         self.version = 0  # of speeds
         self._next_expiry = math.inf  # no report gets too old before
         self._silent: list[tuple[float, int, SlotLoad, Pick]] = []
         self._silent_number = 0
 
+    @property
+    def width(self) -> int:
+        """Slots that the matrix has room for."""
+        return int(self._matrix.shape[1])
+
+    @property
+    def matrix(self) -> npt.NDArray[np.float64]:
+        """One column per slot, as they are now. Read, never kept."""
+        for load in self._changed:
+            if load.slot >= 0:
+                self._matrix[:, load.slot] = load.column
+        self._changed.clear()
+        return self._matrix
+
+    def changed(self, load: SlotLoad) -> None:
+        """A column is to be written before the matrix is read."""
+        self._changed.add(load)
+
     def add(self, slot: int, speed: Speed, *, learn: bool = True) -> SlotLoad:
         """A worker without load."""
         assert slot not in self.slots, slot
-        while slot >= self.matrix.shape[1]:
-            self.matrix = np.concatenate([self.matrix, np.ones_like(self.matrix)], axis=1)
+        while slot >= self.width:
+            self._matrix = np.concatenate([self._matrix, np.ones_like(self._matrix)], axis=1)
         load = self.slots[slot] = SlotLoad(self, slot, speed, learn=learn)
         load.refresh()
         return load
@@ -162,6 +181,7 @@ class LoadTable:
             column = self.matrix[:, slot].copy()
             load.refresh()
             assert np.allclose(column, self.matrix[:, slot], rtol=1e-12, atol=0), slot
+            assert np.array_equal(self.matrix[:, slot], load.column), slot
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +194,7 @@ class SlotLoad:
     learn: bool = True
     picks: dict[int, Pick] = field(default_factory=dict)
     next_number: int = 0
+    next_adopted: int = -1
     report: LoadReport | None = None
     report_at: float = 0.0
     pend: int = 0
@@ -186,6 +207,7 @@ class SlotLoad:
     prefill: Learned = field(default_factory=Learned)
     step: Learned = field(default_factory=Learned)
     _last_start: float = -math.inf
+    _column: tuple[float, ...] | None = None
 
     # -- requests
 
@@ -195,6 +217,16 @@ class SlotLoad:
         self.next_number += 1
         self.picks[pick.number] = pick
         self._count(pick, 1)
+        self.refresh()
+        return pick
+
+    def adopt(self, pend_tokens: int, prompt_tokens: int, room_tokens: int, now: float, *, started: bool) -> Pick:
+        """Counts a request that runs there already and was picked under another name: every report of the worker holds it."""
+        pick = Pick(self.next_adopted, pend_tokens, prompt_tokens, room_tokens, now, started, ours=self.report is None)
+        self.next_adopted -= 1
+        self.picks[pick.number] = pick
+        if pick.ours:
+            self._count(pick, 1)
         self.refresh()
         return pick
 
@@ -227,7 +259,7 @@ class SlotLoad:
         self.report, self.report_at = report, now
         seen: Seen | None = report.seen.get(router_id)
         for number, pick in self.picks.items():
-            pick.ours = seen is None or number > seen.up_to or number in seen.missing
+            pick.ours = number >= 0 and (seen is None or number > seen.up_to or number in seen.missing)
         self._set(self.recount())
         self.table.report_expires(now + REPORT_LIFE_S)
 
@@ -295,23 +327,28 @@ class SlotLoad:
             self.refresh()
 
     def refresh(self) -> None:
-        """Writes the matrix column."""
-        if self.slot < 0:
-            return
-        speed, rate = self.speed, self.prefill_rate
-        slowness = 1 / self.step.factor
-        column = self.table.matrix[:, self.slot]
-        column[:] = (
-            self.pend / rate,
-            (1.0 + RHO * self.fill + BETA * min(self.run, BETA_ROWS)) / rate,
-            (speed.step_base_s + speed.step_per_row_s * (self.rows + 1) + speed.step_per_ctx_token_s * self.ctx) * slowness,
-            speed.step_per_ctx_token_s * slowness,
-            self.committed,
-            speed.kv_capacity_tokens,
-            self.penalty_s,
-            self.rows,
-            rate,
-        )
+        """Something changed: the column is computed anew when it is asked for."""
+        self._column = None
+        self.table.changed(self)
+
+    @property
+    def column(self) -> tuple[float, ...]:
+        """This worker in the rows of the matrix."""
+        if self._column is None:
+            speed, rate = self.speed, self.prefill_rate
+            slowness = 1 / self.step.factor
+            self._column = (
+                self.pend / rate,
+                (1.0 + RHO * self.fill + BETA * min(self.run, BETA_ROWS)) / rate,
+                (speed.step_base_s + speed.step_per_row_s * (self.rows + 1) + speed.step_per_ctx_token_s * self.ctx) * slowness,
+                speed.step_per_ctx_token_s * slowness,
+                float(self.committed),
+                float(speed.kv_capacity_tokens),
+                self.penalty_s,
+                float(self.rows),
+                rate,
+            )
+        return self._column
 
     def _learn_prefill(self, pick: Pick, now: float) -> None:
         """Prompts are computed one after another: since the pick, or since the last first token if that came later."""

@@ -138,7 +138,7 @@ class CacheQueue:
 
     @property
     def num_slots(self) -> int:
-        return int(self._table.matrix.shape[1])
+        return self._table.width
 
     def set_pool(self, pool: Pool) -> None:
         """The workers changed: hits are looked up anew."""
@@ -304,7 +304,7 @@ class CacheQueue:
 
     def refresh(self, requests: Sequence[Waiting], now: float) -> None:
         """Looks the hits up again where they are too old."""
-        width = self._table.matrix.shape[1]
+        width = self._table.width
         if self._hits.shape[1] < width:
             self._hits = np.pad(self._hits, ((0, 0), (0, width - self._hits.shape[1])))
         every = np.arange(width)
@@ -393,12 +393,15 @@ class _Look:
         if n:
             cost, fits[:, :n] = _answers(m[:, :n], prompt, answer, delta(self._queue.table, pool.slots_alone))
             costs[:, :n] += cost
-        if n < costs.shape[1]:
+        paired = pool.pairable.any(axis=1)  # prefill workers that can hand over to somebody
+        if not paired.all():
+            costs[:, n:][:, ~paired], fits[:, n:][:, ~paired] = np.inf, False
+        if paired.any():
             d = self._queue.table.matrix[:, pool.slots_decode]
             cost, fit = _answers(d, prompt, answer, delta(self._queue.table, pool.slots_decode))
             costs[:, n:] += np.where(fit, cost + d[PENALTY], np.inf).min(axis=1)[:, None]
             p = m[:, n:]
-            fits[:, n:] = np.asarray(fit.any(axis=1))[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
+            fits[:, n:] &= np.asarray(fit.any(axis=1))[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
         return fits
 
     def _keep_room(self, requests: list[Waiting], is_open: Bools, age: Floats) -> None:

@@ -27,8 +27,10 @@ class RetryBudget:
     Without it a fleet in trouble gets more work the more it fails.
     """
 
-    def __init__(self) -> None:
-        self._tokens = BUDGET_FLOOR
+    def __init__(self, parts: int = 1) -> None:
+        """`parts`: the router has so many such budgets, one per edge."""
+        self._floor = max(1.0, BUDGET_FLOOR / parts)
+        self._tokens = self._floor
         self._at = 0.0
 
     def request(self, now: float) -> None:
@@ -48,7 +50,7 @@ class RetryBudget:
         """What was saved up fades to the floor; what was overspent comes back, both within a minute."""
         share = min(1.0, max(0.0, now - self._at) / BUDGET_LIFE_S)
         self._at = max(self._at, now)
-        self._tokens += (BUDGET_FLOOR - self._tokens) * share
+        self._tokens += (self._floor - self._tokens) * share
 
 
 @dataclass(slots=True)

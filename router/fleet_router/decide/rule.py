@@ -10,7 +10,8 @@ R and step are learned. DELTA is 0.3 among equal workers and rises to 1 where th
 the whole sum; a pair (wait + work) of the prefill + hand-over + (decode + room) of the decode. Workers within 20 ms of the best, but
 at most 10 % of it (a small model's whole cost can be less), are equal: of these, those that hold most of the prefix, then at random.
 
-Pure functions over the columns of `load.LoadTable`; the random source is passed in.
+Pure functions over the columns of `load.LoadTable`; the random source is passed in. For a few workers the same sums in plain floats are
+several times cheaper than in arrays: `choose` takes these for small pools without pairs, with the same results.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ NEAR_TIE_SHARE: Final = 0.1
 BEST_PREFILLS: Final = 4  # of all pairs, those with one of these are looked at
 HANDOVER_S: Final = 0.010  # of any pair: messages, and the decode's step that is under way
 TRANSFER_TOKENS_PER_S: Final = 50_000.0  # between two hosts
+FEW: Final = 12  # workers up to which plain floats are cheaper than arrays
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -119,6 +121,15 @@ class Hits:
             saved = saved + self.disk[slots] * (1 - 1 / DISK_SPEEDUP)
         return saved
 
+    def saved_by(self, slot: int) -> float:
+        """The same for one slot."""
+        saved = float(self.gpu[slot])
+        if self.host is not None:
+            saved += float(self.host[slot]) * (1 - 1 / HOST_SPEEDUP)
+        if self.disk is not None:
+            saved += float(self.disk[slot]) * (1 - 1 / DISK_SPEEDUP)
+        return saved
+
 
 @dataclass(slots=True, eq=False)
 class Terms:
@@ -135,6 +146,16 @@ class Terms:
     def total(self) -> Floats:
         out: Floats = self.wait + self.work + self.decode + self.room + self.penalty
         return out
+
+
+class FewTerms(NamedTuple):
+    """The same of a small pool."""
+
+    slots: Ints
+    rows: list[tuple[float, float, float, float, float]]  # wait, work, decode, room, penalty of each worker
+
+    def as_terms(self) -> Terms:
+        return Terms(self.slots, *np.array(self.rows).T)
 
 
 class Chosen(NamedTuple):
@@ -158,7 +179,10 @@ def delta(table: LoadTable, slots: Ints) -> float:
 def _delta(rates: Floats) -> float:
     if rates.size < 2:
         return DELTA
-    spread = float(rates.max() / rates.min())
+    return _weight(float(rates.max() / rates.min()))
+
+
+def _weight(spread: float) -> float:
     if spread <= EQUAL_SPEEDS:
         return DELTA
     share = min(1.0, max(0.0, (spread - EQUAL_SPEEDS) / (MIXED_SPEEDS - EQUAL_SPEEDS)))
@@ -212,12 +236,45 @@ def _draw_near(costs: Floats, hits: Floats, draw: Draw) -> int:
 
 def choose(
     table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw, open_slots: Bools | None = None
-) -> tuple[Chosen, tuple[Terms, ...]] | None:
+) -> tuple[Chosen, tuple[Terms, ...] | FewTerms] | None:
     """The cheapest worker or pair, and the terms it was chosen by. None when nothing in the pool can serve.
 
     Args:
         open_slots: by slot: who may compute the prompt; None: everybody.
     """
+    if open_slots is None and 0 < len(pool.alone) <= FEW and not pool.pairable.size:
+        return _choose_few(table, pool, ask, hits, draw)
+    return _choose_among(table, pool, ask, hits, draw, open_slots)
+
+
+def _choose_few(table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw) -> tuple[Chosen, FewTerms]:
+    """`_choose_among` for a few workers that serve alone: the same sums in the same order."""
+    prompt, answer = ask
+    loads = [table.slots[m.slot].column for m in pool.alone]
+    saved = hits.saved(pool.slots_alone).tolist()
+    rates = [column[RATE] for column in loads]
+    weight = _weight(max(rates) / min(rates)) if len(rates) > 1 else DELTA
+    rows, total = [], []
+    for (wait, unit, step, step_ctx, committed, capacity, penalty, _, _), have in zip(loads, saved, strict=True):
+        work = unit * max(prompt - have, 1.0)
+        steps = answer * (step + step_ctx * prompt)
+        decode, room = weight * steps, steps * max((committed + (prompt + answer)) / capacity - 1.0, 0.0)
+        rows.append((wait, work, decode, room, penalty))
+        total.append(wait + work + decode + room + penalty)
+    best = min(total)
+    limit = tie_limit(best) if best < np.inf else best
+    near = [n for n, cost in enumerate(total) if cost <= limit] if best < np.inf else [0]
+    if len(near) > 1:
+        gpu = saved if hits.host is None and hits.disk is None else hits.gpu[pool.slots_alone].tolist()
+        most = max([gpu[n] for n in near])
+        near = [n for n in near if gpu[n] == most]
+    at = near[0] if len(near) == 1 else near[draw(len(near))]
+    return Chosen(pool.alone[at].slot, None, total[at]), FewTerms(pool.slots_alone, rows)
+
+
+def _choose_among(
+    table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw, open_slots: Bools | None
+) -> tuple[Chosen, tuple[Terms, ...]] | None:
     best: Chosen | None = None
     seen: list[Terms] = []
     if pool.alone:

@@ -42,6 +42,7 @@ class Lease:
     count: int = 0
     promised: int = 0  # pages it may still take for sure
     released: bool = field(default=False)
+    moves: int = 0  # how often pages before `count` were exchanged for others
 
     def own_pages(self) -> list[int]:
         """Pages owned by the request."""
@@ -160,7 +161,9 @@ class KvMemory:
         self.tree.unlock(lease.node)
         self.pages.give(mine[already:], old=owners.REQUEST, new=owners.TREE)
         self._free(mine[lease.shared : already])
-        lease.table[lease.shared : already] = theirs
+        if already > lease.shared:
+            lease.table[lease.shared : already] = theirs
+            lease.moves += 1
         lease.node = node
         lease.shared = whole
 

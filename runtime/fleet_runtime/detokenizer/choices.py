@@ -6,17 +6,14 @@ and logprobs.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from fleet_runtime import messages as m
-from fleet_runtime.detokenizer.incremental import Decode, IncrementalText
+from fleet_runtime.detokenizer.incremental import Decode, IncrementalText, unspaced
 from fleet_runtime.detokenizer.stops import Met, StopFilter
 
 Key = tuple[str, int]  # rid, index
-_REMEMBERED_STOPS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -26,6 +23,7 @@ class _Choice:
     skipped: frozenset[int]  # ids without text
     prompt_tokens: int
     min_tokens: int
+    serial: int
     tokens: int = 0  # that came here
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -43,15 +41,17 @@ class Output:
 
 
 class Choices:
-    """State of every open choice. A choice opens with its first Sampled, and is dropped with its terminal message."""
+    """State of every open choice. A choice opens with its first Sampled, and is dropped with the scheduler's terminal message, which comes for
+    every one: that of a choice which a stop string ended here is the sign that nothing more of it comes, and goes no further."""
 
-    def __init__(self, decode: Decode, special_ids: Collection[int]) -> None:
+    def __init__(self, decode: Decode, special_ids: Collection[int], added_ids: Collection[int] = ()) -> None:
         """Args: decode: with the text of special tokens. special_ids: those that have text only in choices that ask for it; the others skip
-        them before decoding."""
+        them before decoding. added_ids: those that a tokenizer may write a space between, which a choice may not want."""
         self._decode = decode
+        self._unspaced = unspaced(decode, frozenset(added_ids))
         self._special = frozenset(special_ids)
         self._open: dict[Key, _Choice] = {}
-        self._stopped: OrderedDict[Key, None] = OrderedDict()  # ended here: the scheduler may not know yet
+        self._stopped: set[Key] = set()  # ended here: the scheduler's terminal message is still to come
         self.late = 0
 
     def __len__(self) -> int:
@@ -66,9 +66,10 @@ class Choices:
 
     def end(self, rid: str, index: int) -> bool:
         """Another terminal message passes by: drops the choice. False when it had ended here already, then the message must not go on."""
-        self._open.pop((rid, index), None)
-        if self._stopped.pop((rid, index), 0) is None:
-            self.late += 1
+        key = (rid, index)
+        self._open.pop(key, None)
+        if key in self._stopped:
+            self._stopped.discard(key)
             return False
         return True
 
@@ -77,19 +78,24 @@ class Choices:
         self._open.clear()
         self._stopped.clear()
 
+    def is_empty(self) -> bool:
+        """No choice is known."""
+        return not self._open and not self._stopped
+
     def check_integrity(self) -> None:
         """No choice is both open and ended."""
-        assert not self._open.keys() & self._stopped.keys()
-        assert len(self._stopped) <= _REMEMBERED_STOPS
+        assert not self._open.keys() & self._stopped
 
     def _push_one(self, item: m.Sampled, out: Output) -> None:
         key = (item.rid, item.index)
         if item.open is not None:
             self._open[key] = self._opened(item.open)
-            self._stopped.pop(key, None)
+            self._stopped.discard(key)
         choice = self._open.get(key)
         if choice is None:
             self.late += 1
+            if item.finish is not None:
+                self._stopped.discard(key)
             return
         choice.cached_tokens = max(choice.cached_tokens, item.cached_tokens)
         if item.prompt_logprobs is not None:
@@ -110,8 +116,9 @@ class Choices:
 
     def _opened(self, asked: m.OpenText) -> _Choice:
         skipped = frozenset[int]() if asked.keep_special else self._special
-        text = IncrementalText(self._decode, [i for i in asked.prompt_tail if i not in skipped])
-        return _Choice(text, StopFilter(asked.stop, include=asked.include_stop), skipped, asked.prompt_tokens, asked.min_tokens)
+        decode = self._unspaced if asked.keep_special and not asked.spaces_between_special else self._decode
+        text = IncrementalText(decode, [i for i in asked.prompt_tail if i not in skipped])
+        return _Choice(text, StopFilter(asked.stop, include=asked.include_stop), skipped, asked.prompt_tokens, asked.min_tokens, asked.serial)
 
     def _finish(self, key: Key, choice: _Choice, item: m.Sampled, pieces: list[str], out: Output) -> None:
         """The scheduler ended it; what is held comes out, and may complete a stop."""
@@ -127,10 +134,8 @@ class Choices:
         del self._open[key]
         out.texts.append(_text(item, choice, text, "stop", met.stop))
         if item.finish is None:
-            self._stopped[key] = None
-            if len(self._stopped) > _REMEMBERED_STOPS:
-                self._stopped.popitem(last=False)
-            out.stopped.append(m.Stopped(rid=item.rid, index=item.index))
+            self._stopped.add(key)
+            out.stopped.append(m.Stopped(rid=item.rid, index=item.index, serial=choice.serial))
 
 
 def _push_token(choice: _Choice, token: int) -> tuple[str, Met | None]:

@@ -7,7 +7,8 @@ Hugging Face's text-generation-inference (prefix and read offset).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Final
 
 Decode = Callable[[Sequence[int]], str]
@@ -16,6 +17,19 @@ REPLACEMENT: Final = "\ufffd"
 _MAX_OPEN: Final = 3  # a character has 4 bytes: at most so many of its bytes, each a replacement sign, may wait for the last one
 _MAX_WINDOW: Final = 32
 _MAX_DISAGREEING: Final = 8
+
+
+def unspaced(decode: Decode, added: Collection[int]) -> Decode:
+    """`decode` without what a tokenizer puts between two added tokens that stand side by side (`spaces_between_special_tokens: false`).
+
+    Tokenizers without a decoder, and those of WordPiece, join all tokens by spaces; others put none there, and nothing changes.
+    """
+
+    def joined(ids: Sequence[int]) -> str:
+        cuts = [0, *(i for i in range(1, len(ids)) if ids[i] in added and ids[i - 1] in added), len(ids)]
+        return "".join([decode(ids[start:end]) for start, end in pairwise(cuts)])
+
+    return joined
 
 
 class IncrementalText:

@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 _POLL_MS: Final = 500
 
 
-def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
-    """The model's decoder, which keeps special tokens, and the ids of those that answers leave out: not the markup that http's parsers read.
+def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int], list[int]]:
+    """The model's decoder, which keeps special tokens, the ids of those that answers leave out (not the markup that http's parsers read), and the
+    ids of all added tokens.
 
     Raises StartError.
     """
@@ -40,8 +41,9 @@ def load_decoder(config: RuntimeConfig) -> tuple[Decode, list[int]]:
         raise StartError("ModelInvalid", f"{config.model_folder}: {e}") from e
     flags, tokenizer = config.flags(), encoder.tokenizer
     shown = resolve(encoder.template_source, flags.tool_parser, flags.reasoning_parser).markup
-    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and token.content not in shown]
-    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), special
+    added = tokenizer.get_added_tokens_decoder()
+    special = [i for i, token in added.items() if token.special and token.content not in shown]
+    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), special, list(added)
 
 
 def serve(config: RuntimeConfig, incarnation: str) -> None:

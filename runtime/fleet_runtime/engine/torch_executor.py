@@ -35,11 +35,13 @@ from fleet_runtime.engine.base import (
     relayed,
 )  # fmt: skip
 from fleet_runtime.engine.kv_pool import KvPool, page_bytes
-from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
+from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in, step_bytes
 from fleet_runtime.engine.paged_attention import StepAttention
 from fleet_runtime.engine.profile import measured
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.base import CausalLm
+from fleet_runtime.models.families import spec_of
+from fleet_runtime.models.files import read_config
 from fleet_runtime.models.registry import load_model
 from fleet_runtime.models.weights import count_parameters
 
@@ -187,12 +189,23 @@ def _last_of_rows(batch: StepInput, hidden: torch.Tensor) -> torch.Tensor:
     return hidden[torch.from_numpy(batch.row_starts[1:].astype(np.int64) - 1)]
 
 
+def _step_bytes(flags: RuntimeLaunch, folder: Path, dtype: torch.dtype) -> int:
+    """Of `step_bytes`; 0 for a model that `families` does not describe."""
+    try:
+        spec = spec_of(folder, read_config(folder))
+    except StartError:
+        return 0
+    sizes = {"step_tokens": flags.max_step_tokens, "rows": flags.max_rows, "context": flags.context_length}
+    return step_bytes(spec, **sizes, itemsize=dtype.itemsize)
+
+
 def load_torch_executor(flags: RuntimeLaunch, folder: Path, threads: int, progress: Progress) -> TorchExecutor:
     """Loads a model folder, reserves its KV pages, warms up. Raises StartError(ModelInvalid | OutOfMemory | BadFlag)."""
     start = time.monotonic()
     torch.set_num_threads(threads)
     dtype = _DTYPES[flags.dtype]
-    check_memory(count_parameters(folder) * dtype.itemsize, flags.kv_cache_memory, memory_limit_bytes())
+    step = _step_bytes(flags, folder, dtype)
+    check_memory(count_parameters(folder) * dtype.itemsize, flags.kv_cache_memory, memory_limit_bytes(), step=step)
     try:
         model = load_model(folder, dtype=dtype, context_length=flags.context_length, progress=progress)
         if flags.context_length > model.max_context:

@@ -1,4 +1,4 @@
-"""A GGUF (llama, qwen2, qwen3) with a byte-level BPE vocabulary -> a Hugging Face model folder (bfloat16 safetensors). No torch.
+"""A GGUF (llama, qwen2, qwen3) -> a Hugging Face model folder (bfloat16 safetensors). No torch.
 
 Called once a file, by `bundled` and `gguf_cache`.
 
@@ -38,7 +38,8 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Architectures of GGUF files, and theirs of config.json. (Gemma files come with SentencePiece vocabularies, which are not converted.)
+# Architectures of GGUF files, and theirs of config.json. (Not Gemma: what its files say of its
+# vocabulary does not give its merges in their order.)
 _ARCHITECTURES: Final = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),

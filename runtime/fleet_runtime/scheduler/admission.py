@@ -4,16 +4,23 @@ Shares (contract.md 9.8): a decode leg holds pages while it waits for another wo
 other with all their pages, both would wait for ever. So on a unified worker half of the rows and pages is a share that decode legs never
 take; prefill legs use nothing else, and plain requests stay out of it while a prefill leg is here. Plain requests end by themselves, and
 so does a prefill leg that has its pages, so the share always comes free again.
+
+Age: a plain request that has waited for `patience` is the elder, and may use the share. Younger decode legs wait behind it. Younger prefill
+legs do only when the decode legs that are here leave it enough: what it waits for then ends by itself. Else two workers could wait for each
+other: each one's elder for its decode legs, and these for the prefill legs that the other one's elder holds back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
 from fleet_contract.names import PAGE_SIZE, ROLE_UNIFIED
 from fleet_runtime.scheduler.request import Kind
+
+PATIENCE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,19 @@ class Held:
         return cls(dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0))
 
 
-def may_enter(capacity: Capacity, held: Held, kind: Kind, pages: int) -> bool:
+def patience(queue_timeout: float, limit: float) -> float:
+    """Seconds after which a waiting plain request is not passed any more. Args: limit: most seconds that it may wait, by its deadline."""
+    return min(PATIENCE_S, queue_timeout / 4, limit / 4)
+
+
+def lets_pass(capacity: Capacity, held: Held, kind: Kind, elder_pages: int) -> bool:
+    """Whether a leg that is younger than the elder, which needs so many pages, waits behind it."""
+    if kind is Kind.DECODE:
+        return True
+    return kind is Kind.PREFILL and held.pages[Kind.DECODE] + elder_pages <= capacity.pages and held.rows[Kind.DECODE] < capacity.rows
+
+
+def may_enter(capacity: Capacity, held: Held, kind: Kind, pages: int, *, elder: bool = False) -> bool:
     """True if one more request of this kind, with so many pages, keeps rows and shares. Free pages are the memory's own question."""
     if sum(held.rows.values()) >= capacity.rows or held.rows[kind] >= capacity.most_rows(kind):
         return False
@@ -66,7 +85,7 @@ def may_enter(capacity: Capacity, held: Held, kind: Kind, pages: int) -> bool:
         return True
     if kind is not Kind.PLAIN:
         return held.pages[kind] + pages <= capacity.most_pages(kind)
-    if not held.prefill_legs:
+    if elder or not held.prefill_legs:
         return True
     outside_pages = held.pages[Kind.PLAIN] + held.pages[Kind.DECODE] + pages
     outside_rows = held.rows[Kind.PLAIN] + held.rows[Kind.DECODE] + 1

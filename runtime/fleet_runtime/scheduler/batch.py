@@ -1,12 +1,16 @@
-"""Flat arrays of one step, from the rows it holds. Pure but for the relay's check."""
+"""Flat arrays of one step, from the rows it holds.
+
+Most steps are one token more for the rows of the step before: their arrays are made of the last ones (`Batches`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import pages_for
 from fleet_runtime.engine.base import POOL_LAST, POOL_NONE, POOL_SUM, StepInput
 from fleet_runtime.scheduler.request import Request
@@ -31,8 +35,67 @@ def row_of(request: Request, count: int) -> StepRow:
     return StepRow(request, begin, count, place if draws else -1, prefill=begin < request.target)
 
 
+class Batches:
+    """Makes the arrays of one step after the other. Arrays that two steps share are never written to again."""
+
+    def __init__(self, rows: Rows, *, check: bool = False) -> None:
+        """Args: check: compares each step's arrays with those made from nothing (--debug-checks)."""
+        self._rows = rows
+        self._check = check
+        self._requests: list[Request] = []  # of the last step, if it was decode alone
+        self._moves: list[int] = []  # of their leases, then
+        self._last: StepInput | None = None
+
+    def build(self, step: Sequence[StepRow]) -> StepInput:
+        """The arrays of the next step; each request's lease already covers its rows."""
+        if any(row.prefill for row in step):
+            self._requests, self._last = [], None
+            return build_step(step, self._rows)
+        requests = [row.request for row in step]
+        moves = [lease.moves for r in requests if (lease := r.lease) is not None]
+        if self._last is not None and requests == self._requests and moves == self._moves:
+            out = self._one_more(step, self._last)
+            assert not self._check or _equal(out, build_step(step, self._rows)), "the arrays of the last step do not go on in this one"
+        else:
+            out = build_step(step, self._rows)
+        self._requests, self._moves, self._last = requests, moves, out
+        return out
+
+    def _one_more(self, step: Sequence[StepRow], last: StepInput) -> StepInput:
+        """One token more of each row."""
+        positions, context, tables = last.positions + 1, last.context_lens + 1, last.page_tables
+        assert positions[0] == step[0].begin and positions[-1] == step[-1].begin, "a row has gone on without its batch"
+        begun = np.flatnonzero(positions % PAGE_SIZE == 0).tolist()  # rows that begin a page
+        if begun:
+            width = pages_for(int(context.max()))
+            tables = np.zeros((len(step), width), dtype=np.int32)
+            tables[:, : last.page_tables.shape[1]] = last.page_tables
+            for i in begun:
+                lease, page = step[i].request.lease, step[i].begin // PAGE_SIZE
+                assert lease is not None
+                tables[i, page] = lease.table[page]
+        return StepInput(
+            token_ids=np.array(_token_ids(step, self._rows), dtype=np.int32),
+            positions=positions,
+            row_starts=last.row_starts,
+            context_lens=context,
+            page_tables=tables,
+            sample=last.sample,
+            slots=last.slots,
+        )
+
+
+def _equal(one: StepInput, other: StepInput) -> bool:
+    return all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(StepInput))
+
+
+def _token_ids(step: Sequence[StepRow], rows: Rows) -> list[int]:
+    """Of rows of one token each."""
+    return [rows.relay(r) if (r := row.request).length <= row.begin else r.ids.item(row.begin) for row in step]
+
+
 def build_step(step: Sequence[StepRow], rows: Rows) -> StepInput:
-    """The arrays of one step; each request's lease already covers its rows."""
+    """The arrays of one step, from nothing. Pure but for the relay's check."""
     token_ids, positions, starts, context = list[int](), list[int](), [0], list[int]()
     prompt_logprobs = pooled = False
     for row in step:

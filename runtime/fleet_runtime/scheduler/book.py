@@ -18,8 +18,8 @@ from fleet_contract.errors import ApiError
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import KvMemory, Lease, pages_for
 from fleet_runtime.messages import Admit, ControlReply, Embedded, Failed, HandedOver, OpenText, Sampled, TokenLogprob
-from fleet_runtime.scheduler.admission import Capacity, Held, may_enter
-from fleet_runtime.scheduler.grammar import GrammarFault, Grammars
+from fleet_runtime.scheduler.admission import Capacity, Held, lets_pass, may_enter
+from fleet_runtime.scheduler.grammar import DeadEnd, GrammarFault, Grammars
 from fleet_runtime.scheduler.ratio import NewTokenRatio
 from fleet_runtime.scheduler.request import Key, Kind, Request, State
 from fleet_runtime.scheduler.rows import Rows
@@ -85,8 +85,11 @@ class Book:
     decoding: list[Request] = field(default_factory=list)
     held: Held = field(default_factory=Held.nothing)
     limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
+    elder: Request | None = None  # the plain request that has waited too long to be passed by a younger leg; set before each choice
+    moved: int = 0  # how often a request changed its place, or gave pages back
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
+    _serial: int = 0  # of the request that came last
     _dead_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # aborted before they came, until when
     _past_rids: OrderedDict[str, float] = field(default_factory=OrderedDict)  # ended, until when
 
@@ -96,6 +99,8 @@ class Book:
         if request.key in self.requests:
             # Not failed by name: that would end the first one's answer.
             return None
+        self._serial += 1
+        request.serial = self._serial
         self.requests[request.key] = request
         self.by_rid.setdefault(admit.rid, set()).add(request.key)
         if request.kind is Kind.PREFILL:
@@ -130,6 +135,7 @@ class Book:
     def place(self, request: Request, state: State) -> None:
         """Moves a request to another state, and to the end of the queue or list that goes with it; one that was retracted to the front."""
         self._take_out(request)
+        self.moved += 1
         request.state = state
         where = self._where(request)
         if isinstance(where, deque) and request.retractions:
@@ -160,7 +166,11 @@ class Book:
         Legs are promised all that they may ever need: they are never retracted. So is everybody where the ratio is 1. Else a request is
         promised the pages of what it has, and what it and the others will probably need besides must be there, if others run.
         """
-        if not may_enter(self.capacity, self.held, request.kind, request.total_pages):
+        elder = self.elder
+        younger = elder is not None and elder.state is State.WAITING and request.arrived > elder.arrived
+        if elder is not None and younger and lets_pass(self.capacity, self.held, request.kind, elder.total_pages):
+            return False
+        if not may_enter(self.capacity, self.held, request.kind, request.total_pages, elder=request is elder):
             return False
         promise, reserve = request.total_pages, 0
         if not self.ratio.promises_all:
@@ -210,6 +220,9 @@ class Book:
     def emit(self, request: Request, ids: list[int], finish: str | None, *, logprobs: list[TokenLogprob] | None = None, stop_id: int = -1) -> None:
         """Queues new tokens for the detokenizer; a finish ends the request."""
         admit, opened, prompt_logprobs = request.admit, None, None
+        if request.opened and finish is None and logprobs is None:  # what most are
+            self._items.append(Sampled(admit.rid, admit.index, ids, request.completion_tokens, None, request.cached_tokens))
+            return
         queued_s = prefill_s = 0.0
         if not request.opened:
             request.opened = True
@@ -222,6 +235,7 @@ class Book:
                 include_stop=admit.include_stop,
                 keep_special=admit.keep_special,
                 spaces_between_special=admit.spaces_between_special,
+                serial=request.serial,
             )
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             queued_s, prefill_s = max(0.0, request.started - request.arrived), max(0.0, self.clock() - request.started)
@@ -280,6 +294,7 @@ class Book:
 
     def embed(self, request: Request, vector: bytes) -> None:
         """Ends an embedding well."""
+        self.flush()  # what was said before goes before
         self.totals.finished += 1
         self.outbox.embedded(
             Embedded(
@@ -294,6 +309,7 @@ class Book:
 
     def hand_over(self, request: Request) -> None:
         """Ends a prefill leg well."""
+        self.flush()
         self.totals.finished += 1
         self.outbox.handed_over(
             HandedOver(rid=request.admit.rid, index=request.admit.index, cached_tokens=request.cached_tokens, prompt_tokens=request.prompt_tokens)
@@ -341,6 +357,7 @@ class Book:
             self._release(request, lease)
 
     def _release(self, request: Request, lease: Lease) -> None:
+        self.moved += 1
         self.held.pages[request.kind] -= request.total_pages
         self.memory.release(lease)
 
@@ -373,6 +390,8 @@ class Book:
         """Fails a request for an exception in its handling."""
         if isinstance(error, ApiError):
             self.fail(request, error)
+        elif isinstance(error, DeadEnd):
+            self.fail(request, ApiError(400, f"the grammar of the answer has a dead end: {error}", code="invalid_grammar"))
         elif isinstance(error, GrammarFault):
             text = f"the answer left its grammar: {error}"
             self.fail(request, ApiError(500, text, type=errors.SERVER, code="grammar_failed"))

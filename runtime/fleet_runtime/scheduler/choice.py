@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import islice
+from typing import Final
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import pages_for
+from fleet_runtime.scheduler.admission import patience
 from fleet_runtime.scheduler.book import Book
 from fleet_runtime.scheduler.order import MOST_LOOKUPS, ORDERS
 from fleet_runtime.scheduler.policy import Limits, PrefillAdder, decode_ride, plan_step, prefill_budget
@@ -22,6 +24,8 @@ from fleet_runtime.scheduler.ratio import victims
 from fleet_runtime.scheduler.request import Kind, Request, State
 
 log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_STEPS: Final = 8
 
 
 class Chooser:
@@ -31,7 +35,25 @@ class Chooser:
         self._book = book
         self._limits = Limits(flags.max_step_tokens, flags.max_prefill_steps, flags.mixed_chunk)
         self._order = ORDERS[flags.schedule_policy]
+        self._by_priority = flags.schedule_policy == "priority"
+        self._queue_timeout = flags.queue_timeout
+        self._patience = patience(self._queue_timeout, self._queue_timeout)
+        self._in_vain: tuple[object, ...] | None = None  # as things were when nobody got pages
         self._prefill_steps = 0  # since the last step with decode rows
+
+    def elder(self) -> Request | None:
+        """The first plain request of the queue, if it has waited too long to be passed: by a younger leg, or under `lpm` and `dfs-weight` by
+        prompts that the cache knows better. Under `priority` the first is one of the highest."""
+        book = self._book
+        if not book.plain_queue:
+            return None
+        first = book.plain_queue[0]
+        if self._by_priority:
+            first = min(book.plain_queue, key=lambda r: (-r.admit.priority, r.arrived))
+        most = self._patience
+        if first.admit.deadline:
+            most = patience(self._queue_timeout, first.admit.deadline - first.arrived)
+        return first if book.clock() - first.arrived >= most else None
 
     def choose(self, *, after_launch: bool, after_prefill: bool) -> list[tuple[Request, int]]:
         """Requests and their new tokens, pages taken; nothing if no step can or should be launched now.
@@ -103,9 +125,23 @@ class Chooser:
         for request in book.prefilling:
             if request.prefill_left and adder.takes(request.prefill_left):
                 adder.add(request.prefill_left)
-        if adder.full or book.running >= book.capacity.rows or not (book.plain_queue or book.prefill_queue):
+        if adder.full or not (book.plain_queue or book.prefill_queue):
             return
-        queues: list[Iterator[Request]] = [iter(self._order(book.plain_queue, book.memory)), iter(list(book.prefill_queue))]
+        if book.running >= book.capacity.rows or book.memory.headroom < 1:  # everybody needs a page: at least one token is computed
+            return
+        # Where nobody got pages, nobody will while nothing has changed but what the running are expected to take: that is looked at again later.
+        now = (book.moved, book.memory.headroom, book.elder, adder, book.totals.steps // _LOOK_AGAIN_STEPS)
+        if now != self._in_vain:
+            self._in_vain = None if self._offer(adder) else now
+
+    def _offer(self, adder: PrefillAdder) -> bool:
+        """Offers the step's room to the queues. False: all who could be computed in it found no pages."""
+        book, entered, refused = self._book, False, 0
+        plain = self._order(book.plain_queue, book.memory)
+        if (elder := book.elder) is not None and plain[0] is not elder:
+            plain.remove(elder)
+            plain.insert(0, elder)
+        queues: list[Iterator[Request]] = [iter(plain), iter(list(book.prefill_queue))]
         heads = [self._next_that_fits(queue, adder) for queue in queues]
         while any(heads) and not adder.full:
             i = min((i for i, head in enumerate(heads) if head is not None), key=lambda i: _age(heads[i]))
@@ -115,9 +151,12 @@ class Chooser:
                 heads[i] = self._next_that_fits(queues[i], adder)
             elif book.try_lease(head):
                 self._enter(head, adder)
+                entered = True
                 heads[i] = self._next_that_fits(queues[i], adder)
             else:
                 heads[i] = None
+                refused += 1
+        return entered or refused < bool(book.plain_queue) + bool(book.prefill_queue)
 
     def _enter(self, request: Request, adder: PrefillAdder) -> None:
         book = self._book
@@ -135,6 +174,8 @@ class Chooser:
                 self._book.guess(request)  # more of it may be cached by now
             if adder.takes(request.uncached_guess):
                 return request
+            if request is self._book.elder:
+                return None  # nobody passes it
         return None
 
 

@@ -27,6 +27,7 @@ MAX_BYTES: Final = 256 << 10  # of one grammar's text
 _KEPT: Final = 256  # compiled grammars and failures that are remembered
 _MOST_REASON: Final = 1000  # characters
 _THREADS: Final = 2
+_NOTHING_FITS: Final = "NoExtensionBias"  # llguidance's word for a place where the answer can neither go on nor end
 _MAX_GRAMMAR_SIZE: Final = 500_000  # llguidance's own measure of a compiled grammar
 _MAX_LEXER_FUEL: Final = 5_000_000
 
@@ -37,6 +38,10 @@ Spawn = Callable[[Callable[[], None]], None]
 
 class GrammarFault(Exception):
     """A matcher failed."""
+
+
+class DeadEnd(GrammarFault):
+    """The grammar allows nothing at this place, not even its end: the request's own fault."""
 
 
 class GrammarRun:
@@ -60,7 +65,7 @@ class GrammarRun:
                 one = np.uint32(1 << bit)
                 mask[word] = mask[word] | one if complete else mask[word] & ~one
         if not mask.any():
-            raise GrammarFault("no token of this model can continue the answer")
+            raise DeadEnd("no token of this model can continue the answer")
 
     def accept(self, token: int) -> bool:
         """One more token of the answer; True if nothing can follow it. Raises GrammarFault for one that the grammar forbids."""
@@ -74,7 +79,8 @@ class GrammarRun:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarFault(_first_line(self._matcher.get_error()))
+            reason = _first_line(self._matcher.get_error())
+            raise DeadEnd("nothing may follow what the answer has so far") if reason.startswith(_NOTHING_FITS) else GrammarFault(reason)
 
 
 class LlguidanceCompiler:
@@ -95,10 +101,13 @@ class LlguidanceCompiler:
                 self._tokenizer = self._make_tokenizer()
         limits = LLParserLimits(max_grammar_size=_MAX_GRAMMAR_SIZE, initial_lexer_fuel=_MAX_LEXER_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
         if matcher.is_error():
             raise ValueError(matcher.get_error().strip())
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            reason = first.get_error().strip()
+            raise ValueError("no answer fits it: nothing may come first" if reason.startswith(_NOTHING_FITS) else reason)
         return matcher
 
     def _make_tokenizer(self) -> Any:
@@ -106,7 +115,17 @@ class LlguidanceCompiler:
 
         text, eos_ids = self._load()
         eos = [i for i in eos_ids if i < self._vocab_size]
-        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos or None)
+        return LLTokenizer(_within(text, self._vocab_size), n_vocab=self._vocab_size, eos_token=eos or None)
+
+
+def _within(tokenizer: str, vocab_size: int) -> str:
+    """tokenizer.json without the added tokens that the model does not have: it can draw none of them."""
+    parsed = json.loads(tokenizer)
+    added = parsed.get("added_tokens") or []
+    kept = [token for token in added if token["id"] < vocab_size]
+    if len(kept) == len(added):
+        return tokenizer
+    return json.dumps(parsed | {"added_tokens": kept, "post_processor": None})
 
 
 def _source(grammar: Grammar) -> str:

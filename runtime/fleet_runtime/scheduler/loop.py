@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from fleet_runtime.cache.memory import KvMemory
 from fleet_runtime.engine.base import Executor, Sampling, greedy
 from fleet_runtime.messages import Abort, Admit, Control, Drain, RoomRejected, Stopped
 from fleet_runtime.scheduler.admission import Capacity, overdue, refusal
-from fleet_runtime.scheduler.batch import StepRow, build_step, row_of
+from fleet_runtime.scheduler.batch import Batches, StepRow, row_of
 from fleet_runtime.scheduler.book import Book, Outbox
 from fleet_runtime.scheduler.choice import Chooser
 from fleet_runtime.scheduler.control import Controls
@@ -39,7 +39,7 @@ from fleet_runtime.scheduler.request import Kind, Request, State
 from fleet_runtime.scheduler.results import Results
 from fleet_runtime.scheduler.rows import Rows
 from fleet_runtime.scheduler.runner import InlineRunner, Runner, Ticket
-from fleet_runtime.scheduler.sampling import Draw, sampling_of
+from fleet_runtime.scheduler.sampling import sampling_of
 from fleet_runtime.scheduler.self_check import SelfCheck
 from fleet_runtime.scheduler.stages import Stages, now_ns
 from fleet_runtime.transfer.base import (
@@ -64,7 +64,7 @@ class Step:
     """One launched step. draws: of its rows that draw; late: they may draw only when the step before has landed."""
 
     rows: list[StepRow]
-    draws: list[Draw]
+    draws: Sequence[StepRow]
     ticket: Ticket
     prefill: bool
     late: bool
@@ -124,6 +124,7 @@ class Scheduler:
         self._self_check = SelfCheck(self.book, clock)
         self._depth = 2 if flags.overlap else 1
         self._mask_words = -(-executor.vocab_size // 32)
+        self._batches = Batches(self.book.rows, check=flags.debug_checks)
         self._launched: deque[Step] = deque()
         self._same: tuple[list[Request] | None, Sampling] = ([], greedy(0))  # who drew last, where that says how
         self._next_expiry = 0.0
@@ -181,10 +182,9 @@ class Scheduler:
             case Abort():
                 self.book.abort(message.rid, message.reason)
             case Stopped():
-                if (request := self.book.requests.get((message.rid, message.index))) is not None:
-                    self.book.totals.finished += 1
-                    self._results.commit(request)
-                    self.book.end(request)
+                request = self.book.requests.get((message.rid, message.index))
+                if request is not None and message.serial in (0, request.serial):
+                    self._complete(request)
             case RoomRejected():
                 self._reject(message)
             case Control():
@@ -195,6 +195,9 @@ class Scheduler:
                 self._drain_deadline = message.deadline
 
     def _admit(self, message: Admit) -> None:
+        before = self.book.requests.get((message.rid, message.index))
+        if before is not None and before.opened:
+            self._complete(before)  # http admits none twice: this one has ended by a stop string, and the word of it is still on its way
         request = self.book.enter(message)
         if request is None:
             log.warning("request %s/%d was not accepted: it is here already, or was aborted before it came", message.rid, message.index)
@@ -208,6 +211,11 @@ class Scheduler:
                 self.book.refuse(request, error)
             else:
                 self.book.place(request, State.COMPILING)
+
+    def _complete(self, request: Request) -> None:
+        """Its answer is over by the word of http or the detokenizer; what is computed stays in the prefix cache."""
+        self._results.commit(request)
+        self.book.emit(request, [], "stop")
 
     def _refusal(self, request: Request) -> ApiError | None:
         if self.draining:
@@ -323,6 +331,7 @@ class Scheduler:
         if self.paused or len(self._launched) >= self._depth:
             return False
         previous = self._launched[-1] if self._launched else None
+        self.book.elder = self._chooser.elder()
         if self._decode_legs is not None:
             self._decode_legs.reserve()
         chosen = self._chooser.choose(after_launch=previous is not None, after_prefill=previous is not None and previous.prefill)
@@ -330,18 +339,21 @@ class Scheduler:
             return False
         self.stages.enter("build")
         rows = [row_of(request, count) for request, count in chosen]
-        batch = build_step(rows, self.book.rows)
-        draws = [Draw(row.request, row.place) for row in rows if row.place >= 0]
-        late = any(draw.request.drawing and draw.request.needs_last_token for draw in draws)
+        batch = self._batches.build(rows)
+        draws, late = list[StepRow](), False
         # From here on pages that become free are set aside: also those of a row whose sampling fails below.
         self.book.memory.step_launched()
         number = self.book.totals.steps + len(self._launched) + 1
+        drawn = self.book.rows.drawn
         for row in rows:
-            row.request.launched += row.count
-            row.request.last_step = number
+            request = row.request
+            request.launched += row.count
+            request.last_step = number
             if row.place >= 0:
-                row.request.drawing += 1
-                self.book.rows.drawn(row.request)
+                late = late or (request.drawing > 0 and request.needs_last_token)
+                request.drawing += 1
+                drawn(request)
+                draws.append(row)
         if late:
             ticket = self.runner.forward(batch)
         else:
@@ -354,7 +366,7 @@ class Scheduler:
         self._launched.append(Step(rows, draws, ticket, prefill=any(row.prefill for row in rows), late=late))
         return True
 
-    def _sampling(self, draws: list[Draw]) -> Sampling:
+    def _sampling(self, draws: Sequence[StepRow]) -> Sampling:
         """How these rows draw; the arrays of the step before where they say the same."""
         requests = [draw.request for draw in draws]
         if requests == self._same[0]:

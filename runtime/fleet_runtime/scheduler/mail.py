@@ -72,7 +72,7 @@ class Mail:
                 # death, and such an Abort waits behind its Admit.
                 return message.to == self._me and message.sender == self.peers.get(HTTP) and DETOKENIZER in self.peers
             case m.Stopped():
-                return message.to == self._me and message.sender == self.peers.get(DETOKENIZER)
+                return message.to == self._me and message.sender in (self.peers.get(DETOKENIZER), self.peers.get(HTTP))
         return False
 
     def _follow(self, message: m.Message) -> None:

@@ -160,6 +160,7 @@ class SchedulerProcess:
             replay_port=self._events.replay_port,
             transfer_backends=["tcp"],
             profile=executor.profile,
+            vocab_size=executor.vocab_size,
         )
 
     def run(self) -> None:

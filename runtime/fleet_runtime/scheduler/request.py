@@ -59,7 +59,9 @@ class Request:
     prompt_tokens: int
     seed: int
     stop_ids: frozenset[int]
+    total_pages: int  # that it may ever need: a prefill leg those of its prompt; else also those of its answer, whose last token needs no KV
     namespace: bytes = b""  # of the prefix cache
+    serial: int = 0  # no other request of this process has it
     state: State = State.WAITING
     length: int = 0
     computed: int = 0
@@ -98,6 +100,7 @@ class Request:
             prompt_tokens=len(prompt),
             seed=admit.seed,
             stop_ids=frozenset(admit.stop_ids),
+            total_pages=pages_for(len(prompt) + (max(0, admit.max_new - 1) if kind is not Kind.PREFILL else 0)),
             namespace=namespace_of(admit.lora, admit.salt),
             length=len(prompt),
             target=len(prompt),
@@ -127,13 +130,6 @@ class Request:
     def needs_last_token(self) -> bool:
         """How it draws depends on the token before: penalties, a grammar."""
         return self.counts is not None or self.grammar is not None
-
-    @property
-    def total_pages(self) -> int:
-        """Pages it may ever need: a prefill leg those of its prompt; else also those of its answer, whose last token needs no KV."""
-        if self.kind is Kind.PREFILL:
-            return pages_for(self.prompt_tokens)
-        return pages_for(self.prompt_tokens + max(0, self.admit.max_new - 1))
 
     @property
     def prefix_limit(self) -> int:

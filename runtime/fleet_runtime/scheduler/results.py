@@ -44,7 +44,12 @@ class Results:
             try:
                 if failed[i]:  # before the tree or another worker gets any page of this step
                     raise ApiError(500, "the model's output for this request is not a finite number", type=errors.SERVER, code="numeric_error")
-                self._row(row, i, tokens[i], output)
+                if request.state is State.DECODING and request.admit.logprobs < 0:  # what most rows are
+                    request.computed += 1
+                    request.drawing -= 1
+                    self.accept(request, tokens[i])
+                else:
+                    self._row(row, i, tokens[i], output)
             except Exception as e:  # the border of one request
                 self._book.blame(request, e)
 
@@ -91,8 +96,8 @@ class Results:
 
     def accept(self, request: Request, token: int, logprob: TokenLogprob | None = None) -> None:
         """A new token of the answer, and whether it is the last. A stop id comes before the length, that before the end of a grammar."""
-        admit = request.admit
-        stops = token in request.stop_ids and request.completion_tokens >= admit.min_tokens
+        admit, done = request.admit, request.length - request.prompt_tokens
+        stops = token in request.stop_ids and done >= admit.min_tokens
         request.ids[request.length] = token
         request.length += 1
         if request.counts is not None:
@@ -102,7 +107,7 @@ class Results:
             finish = "stop"
         else:
             complete = request.grammar is not None and request.grammar.accept(token)
-            if request.completion_tokens >= admit.max_new:
+            if done + 1 >= admit.max_new:
                 finish = "length"
             elif complete:
                 finish = "stop"

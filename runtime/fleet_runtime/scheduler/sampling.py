@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from fleet_runtime.engine.base import Sampling
 from fleet_runtime.messages import Admit
+from fleet_runtime.scheduler.batch import StepRow
 from fleet_runtime.scheduler.request import Request
 
 _SPARE: Final = 64
@@ -57,15 +57,7 @@ def counts_for(admit: Admit, prompt: I32) -> TokenCounts | None:
     return TokenCounts(prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One row that draws. place: index of the token to draw in the request's ids."""
-
-    request: Request
-    place: int
-
-
-def sampling_of(draws: Sequence[Draw], *, words: int = 0, fault: Callable[[Request, Exception], None] | None = None) -> Sampling:
+def sampling_of(draws: Sequence[StepRow], *, words: int = 0, fault: Callable[[Request, Exception], None] | None = None) -> Sampling:
     """How these rows draw.
 
     Args:
@@ -97,7 +89,7 @@ def sampling_of(draws: Sequence[Draw], *, words: int = 0, fault: Callable[[Reque
     return out
 
 
-def _add_bias(out: Sampling, draws: Sequence[Draw]) -> None:
+def _add_bias(out: Sampling, draws: Sequence[StepRow]) -> None:
     starts, ids, values = [0], list[int](), list[float]()
     for draw in draws:
         request, admit = draw.request, draw.request.admit
@@ -113,7 +105,7 @@ def _add_bias(out: Sampling, draws: Sequence[Draw]) -> None:
         out.bias_values = np.array(values, dtype=np.float32)
 
 
-def _add_counts(out: Sampling, draws: Sequence[Draw]) -> None:
+def _add_counts(out: Sampling, draws: Sequence[StepRow]) -> None:
     starts, ids, counts = [0], list[I32](), list[I32]()
     for draw in draws:
         if (kept := draw.request.counts) is not None:
@@ -129,7 +121,7 @@ def _add_counts(out: Sampling, draws: Sequence[Draw]) -> None:
     out.presence = np.array([a.presence_penalty for a in admits], dtype=np.float32)
 
 
-def _add_masks(out: Sampling, draws: Sequence[Draw], words: int, fault: Callable[[Request, Exception], None] | None) -> None:
+def _add_masks(out: Sampling, draws: Sequence[StepRow], words: int, fault: Callable[[Request, Exception], None] | None) -> None:
     mask_rows = np.full(len(draws), -1, dtype=np.int32)
     masks = np.zeros((len(draws), words), dtype=np.uint32)
     used = 0

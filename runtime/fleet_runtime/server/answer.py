@@ -29,11 +29,17 @@ class OutputParser(Protocol):
         """What comes now is the answer."""
         ...
 
+    @property
+    def wants_end(self) -> bool:
+        """Nothing more of the text will be let through: the choice is complete, though the engine goes on."""
+        ...
+
 
 class PlainParser:
     """All text is content."""
 
     reasoning_ended = True
+    wants_end = False
 
     def feed(self, text: str) -> list[Event]:
         return [ContentDelta(text)] if text else []
@@ -107,7 +113,7 @@ class ChoiceResult:
         return sum(p.logprob for p in self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
     def add(self, item: m.Text) -> Piece:
-        """Takes new text and the counts, which are cumulative."""
+        """Takes new text and the counts, which are cumulative. It may be the last by the parser's word: what comes after is not added."""
         first, self.opened = not self.opened, True
         self.ids += item.ids
         self.logprobs += item.logprobs
@@ -118,15 +124,16 @@ class ChoiceResult:
         self.cached_tokens = item.cached_tokens
         thought = not self.parser.reasoning_ended
         events = self.parser.feed(item.text)
-        if item.finish is not None:
+        finish = "stop" if item.finish is None and self.parser.wants_end else item.finish
+        if finish is not None:
             events = [*events, *self.parser.finish()]
         for event in events:
             self._take(event)
         if thought and (self.reasoning or not self.parser.reasoning_ended):
             self.reasoning_tokens += len(item.ids)
-        if item.finish is not None:
+        if finish is not None:
             self.stopped_by = item.stopped_by
-            self.finish = self.parser.finish_reason(item.finish)
+            self.finish = self.parser.finish_reason(finish)
             self.reasoning_tokens *= bool(self.reasoning)
         return Piece(item.index, first, events, item.ids, item.logprobs, self.finish)
 

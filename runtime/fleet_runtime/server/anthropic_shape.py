@@ -99,6 +99,10 @@ class Blocks:
     def reasoning_ended(self) -> bool:
         return self._inner.reasoning_ended
 
+    @property
+    def wants_end(self) -> bool:
+        return self._inner.wants_end
+
     def _keep(self, events: list[Event], *, force: bool = False) -> list[Event]:
         out: list[Event] = []
         for event in events:

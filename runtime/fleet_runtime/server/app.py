@@ -56,8 +56,8 @@ class Border:
         request_id = accept_request_id(given.decode("latin-1") if given is not None else None)
         request_facts = scope["state"]
         request_facts["request_id"] = request_id
-        if (dialect := error_dialect(scope["path"])) is not None:
-            request_facts[ERROR_BODY] = dialect
+        if not self._internal and (dialect := error_dialect(scope["path"])) is not None:
+            request_facts[ERROR_BODY] = dialect  # a router reads one shape, and writes the dialect's
         told_id = [(name, request_id.encode()) for name in id_headers(scope["path"])]
         status = 0
 

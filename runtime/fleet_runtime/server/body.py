@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, NoReturn
 
-from fleet_contract.errors import TIMEOUT, ApiError
+from fleet_contract.errors import TIMEOUT, ApiError, shown
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -109,9 +109,3 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def shown(value: Any) -> str:
-    """A value as JSON, short enough for an error message and always encodable."""
-    text = json.dumps(value) if not isinstance(value, (dict, list)) else f"{'an object' if isinstance(value, dict) else 'a list'}"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

@@ -14,7 +14,7 @@ from fleet_contract.openai import EmbeddingRequest
 from fleet_contract.wire import RoutedHeaders, encode_ids
 from fleet_runtime import messages as m
 from fleet_runtime.server import validate
-from fleet_runtime.server.generate import Prompt, check_ids
+from fleet_runtime.server.generate import Prompt, check_prompt
 from fleet_runtime.server.requests import encode_inputs
 from fleet_runtime.server.state import HttpState
 
@@ -29,20 +29,30 @@ class EmbeddingJob:
     prompts: list[Prompt]
 
 
-async def read_embedding(state: HttpState, body: dict[str, Any]) -> EmbeddingJob:
-    """Raises ApiError 400."""
+async def read_embedding(state: HttpState, body: dict[str, Any], ids: list[int] | None = None) -> EmbeddingJob:
+    """Args: ids: of the only input, as the router tokenized it. Raises ApiError 400."""
     options = validate.embedding_request(body)
     validate.check_model(options.model, state.config.served_names)
     text, context = state.ready_text(), state.flags.context_length
-    prompts = await encode_inputs(text, options.input, "input", add_special_tokens=options.add_special_tokens, context=context)
+    if ids is not None:
+        prompts = [Prompt(ids, "input")]
+        if not _is_single(options.input):
+            raise ApiError(400, "token ids beside the JSON are those of a single input; this request has several", code="bad_wire")
+    else:
+        prompts = await encode_inputs(text, options.input, "input", add_special_tokens=options.add_special_tokens, context=context)
     for prompt in prompts:
         if not prompt.ids:
             raise ApiError(400, f"{prompt.name} has no tokens; at least one is needed", param=prompt.name)
         if len(prompt.ids) > context:
             message = f"{prompt.name} has {len(prompt.ids)} tokens, but the context is {context} tokens; shorten it"
             raise ApiError(400, message, code="context_length_exceeded", param=prompt.name)
-        check_ids(prompt.ids, text.vocab_size, prompt.name)
+        check_prompt(prompt, state.model_vocab_size())
     return EmbeddingJob(options, prompts)
+
+
+def _is_single(given: Any) -> bool:
+    """One text or one list of ids, alone or as the only one of a list."""
+    return isinstance(given, str) or len(given) == 1 or (bool(given) and isinstance(given[0], int))
 
 
 def embed_admits(job: EmbeddingJob, rid: str, routed: RoutedHeaders, started_at: float) -> list[m.Admit]:

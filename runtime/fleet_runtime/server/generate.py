@@ -23,6 +23,7 @@ from fleet_runtime import messages as m
 from fleet_runtime.server.answer import OutputParser, PlainParser
 
 _SEEDS: Final = 1 << 64
+CHAT_PROMPT: Final = "messages"  # name of a prompt that a chat template makes
 _MINTED_SEED_BITS: Final = 53  # a client whose numbers are doubles can send it back
 
 
@@ -134,7 +135,7 @@ def plan(request: GenerateRequest, worker: Worker, rid: str, routed: RoutedHeade
         if not prompt.ids:
             raise ApiError(400, f"{prompt.name} has no tokens; at least one is needed", param=prompt.name)
         max_new = max_new_tokens(len(prompt.ids), request.max_new, worker.context, default=request.default_max_new, param=prompt.name)
-        check_ids(prompt.ids, worker.vocab_size, prompt.name)
+        check_prompt(prompt, worker.vocab_size)
         if request.stop.min_tokens > max_new:
             raise ApiError(400, f"min_tokens is {request.stop.min_tokens}, but at most {max_new} tokens are made", param="min_tokens")
         first = _admit(request, worker, prompt, max_new, rid, routed, started_at)
@@ -166,7 +167,7 @@ def _admit(request: GenerateRequest, worker: Worker, prompt: Prompt, max_new: in
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         logit_bias=sampling.logit_bias,
-        stop_ids=list(dict.fromkeys((*(() if stop.ignore_eos else worker.eos_ids), *stop.ids))),
+        stop_ids=list(dict.fromkeys((*(() if stop.ignore_eos else (i for i in worker.eos_ids if i < worker.vocab_size)), *stop.ids))),
         stop=list(stop.strings),
         min_tokens=stop.min_tokens,
         include_stop=stop.include_string,
@@ -223,6 +224,15 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str, *, keys: bool = F
             path = param if keys else f"{param}[{i}]"
             message = f"{path} {'names' if keys else 'is'} {token}; token ids of this model go from 0 to {vocab_size - 1}"
             raise ApiError(400, message, code="token_out_of_vocabulary", param=path)
+
+
+def check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    """Raises ApiError 400 for a token that the model does not have, though its tokenizer may."""
+    if prompt.text is None and prompt.name != CHAT_PROMPT:
+        check_ids(prompt.ids, vocab_size, prompt.name)
+    elif (token := max(prompt.ids, default=0)) >= vocab_size:
+        message = f"the tokenizer makes token id {token} of {prompt.name}, but token ids of this model go from 0 to {vocab_size - 1}; "
+        raise ApiError(400, message + "leave out the special token", code="token_out_of_vocabulary", param=prompt.name)
 
 
 def signed_seed(seed: int) -> int:

@@ -21,7 +21,6 @@ from fleet_runtime.server.request_id import mint_request_id
 MAX_HEADER_BYTES: Final = 64 << 10
 _LINGER_S: Final = 2.0
 _CHECK_S: Final = 0.25
-CONNECTION: Final = "radixfleet.connection"  # key of the protocol in an ASGI scope's state
 
 
 @dataclass(slots=True)
@@ -154,7 +153,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._reading_since is None:
             self._reading_since = time.monotonic()
         super().on_message_begin()
-        self.scope["state"][CONNECTION] = self
 
     def on_url(self, url: bytes) -> None:
         if self._retelling:
@@ -199,11 +197,6 @@ class GuardedProtocol(HttpToolsProtocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
-
-    def close_after_response(self) -> None:
-        """The answer under way is the connection's last."""
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
 
     def is_receiving_body(self) -> bool:
         """The client has not yet sent all of its request."""

@@ -47,6 +47,7 @@ class ReqState:
     mailbox: list[Item] = field(default_factory=list)
     event: asyncio.Event = field(default_factory=asyncio.Event)
     open: set[int] = field(default_factory=set)  # admitted choices without a terminal message
+    complete: set[int] = field(default_factory=set)  # of those, the ones that the scheduler was told to end well
     admitted: bool = False
     aborted: str = ""  # why, once an abort was asked for
     released: bool = False  # its handler is done with it
@@ -137,10 +138,16 @@ class TokenizerManager:
         if state.aborted:
             return
         state.aborted = reason
-        if state.open:
+        if state.open - state.complete:
             self._channel.send(m.SCHEDULER, m.Abort(rid=state.rid, reason=reason))
         elif not state.admitted:
             state.put(_aborted(reason))
+
+    def complete(self, state: ReqState, index: int) -> None:
+        """The handler needs nothing more of this choice: the scheduler ends it, if it has not. Its terminal message still comes."""
+        if index in state.open and index not in state.complete:
+            state.complete.add(index)
+            self._channel.send(m.SCHEDULER, m.Stopped(rid=state.rid, index=index))
 
     def reject(self, state: ReqState, error: ApiError) -> None:
         """A request is refused before its admission: if it is a leg, its scheduler tells the peer."""

@@ -9,6 +9,8 @@ from typing import Final
 
 from starlette.types import Scope
 
+from fleet_runtime.heartbeat import COUNTERS
+
 _PREFIX: Final = "radixfleet_runtime_"
 _TTFT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -52,7 +54,7 @@ class Metrics:
     completion_tokens: int = 0
     disconnects: int = 0
 
-    def render(self, *, open_requests: int, late_messages: int, ended: Counter[str], scheduler: dict[str, int]) -> str:
+    def render(self, *, open_requests: int, late_messages: int, texts_encoded: int, ended: Counter[str], scheduler: dict[str, int]) -> str:
         """The whole page. `ended`: connections ended by a limit. `scheduler`: counters of the board; names in _total only grow."""
         out: list[str] = []
 
@@ -80,7 +82,8 @@ class Metrics:
         cut = [f'{_PREFIX}connections_ended_total{{limit="{limit}"}} {n}' for limit, n in sorted(ended.items())]
         family("connections_ended_total", "counter", "Connections ended by a limit: header_timeout, header_size, write_timeout.", cut)
         single("late_messages_total", "counter", "Messages for requests that had ended already; they are ignored.", late_messages)
+        single("texts_tokenized_total", "counter", "Texts that this process tokenized; a router's requests bring their ids.", texts_encoded)
         for name, value in scheduler.items():
             kind = "counter" if name.endswith("_total") and name != "pages_total" else "gauge"
-            single(name, kind, f"Scheduler: {name.removesuffix('_total').replace('_', ' ')}.", value)
+            single(name, kind, COUNTERS[name], value)
         return "\n".join(out) + "\n"

@@ -22,7 +22,7 @@ for if there are any), Prometheus text format. Names in `_total` only grow while
 
 def page() -> str:
     """The whole page."""
-    text = Metrics().render(open_requests=0, late_messages=0, ended=Counter(), scheduler=dict.fromkeys(COUNTERS, 0))
+    text = Metrics().render(open_requests=0, late_messages=0, texts_encoded=0, ended=Counter(), scheduler=dict.fromkeys(COUNTERS, 0))
     rows = []
     helps = [line.removeprefix("# HELP ").split(" ", 1) for line in text.splitlines() if line.startswith("# HELP ")]
     kinds = dict(line.removeprefix("# TYPE ").split(" ", 1) for line in text.splitlines() if line.startswith("# TYPE "))

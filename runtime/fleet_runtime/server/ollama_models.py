@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from fleet_runtime.models.files import read_config
-from fleet_runtime.server.ollama_request import LATEST
 from fleet_runtime.server.parsing.registry import NONE
 from fleet_runtime.server.state import HttpState
+from fleet_text.ollama_chat import LATEST
 
 _NEVER: Final = "9999-12-31T23:59:59Z"  # when the model is unloaded
 _WEIGHTS: Final = ("*.safetensors", "*.gguf")

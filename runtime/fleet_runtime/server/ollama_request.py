@@ -6,18 +6,16 @@ Whatever else cannot be done is refused by name. Source: Ollama's published API 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from fleet_contract.errors import ApiError
+from fleet_contract.errors import ApiError, shown
 from fleet_contract.openai import MAX_EMBEDDING_INPUTS, Items, JsonObject, Logprobs, Within
 from fleet_runtime.server import validate
-from fleet_runtime.server.body import shown
 from fleet_runtime.server.parsing.tools import tool_request
+from fleet_text.ollama_chat import LATEST, chat_of, prompt_of
 
-LATEST: Final = ":latest"
 # Ollama's own defaults of sampling; what else it presets (a repeat penalty, in some versions) would change greedy answers, and does not hold here.
 SAMPLING_DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 # How to load a model, and how long to keep it: nothing to do for one that is always there.
@@ -65,8 +63,8 @@ class _Generating(_Request):
     think: Any = None
     logprobs: StrictBool = False
     top_logprobs: Logprobs = 0
-    truncate: Literal[False] | None = None  # a prompt that is too long is refused, never cut
-    shift: Literal[False] | None = None
+    truncate: validate.Off = False  # a prompt that is too long is refused, never cut
+    shift: validate.Off = False
 
 
 class OllamaChat(_Generating):
@@ -137,25 +135,15 @@ def served_name(asked: str, served: list[str]) -> str:
 
 def chat_body(request: OllamaChat, name: str, context: int) -> dict[str, Any]:
     """As a chat body of OpenAI's API. Raises ApiError 400."""
-    out = _body(request, name, context)
-    messages = _Messages()
-    for i, message in enumerate(request.messages):
-        messages.read(message, f"messages[{i}]")
-    out["messages"] = messages.out
-    last = messages.out[-1]
-    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
-        out["continue_final_message"] = True  # as Ollama does with such a last message
-    if request.tools:
-        out["tools"] = request.tools
-        tool_request(out)
-    return out | _of_chat(request)
+    out = _body(request, name, context) | chat_of({"messages": request.messages, "tools": request.tools, "think": _think(request)})
+    tool_request(out)
+    return out | _logprobs(request)
 
 
 def prompt_body(request: OllamaGenerate, name: str, context: int) -> dict[str, Any]:
     """As a chat body: the prompt is a message, and `system` another one in front of it. Raises ApiError 400."""
-    messages = [{"role": "system", "content": request.system}] if request.system else []
-    out = _body(request, name, context) | {"messages": [*messages, {"role": "user", "content": request.prompt}]}
-    return out | _of_chat(request)
+    prompt = {"prompt": request.prompt, "system": request.system, "think": _think(request)}
+    return _body(request, name, context) | prompt_of(prompt) | _logprobs(request)
 
 
 def raw_body(request: OllamaGenerate, name: str, context: int) -> dict[str, Any]:
@@ -168,15 +156,15 @@ def raw_body(request: OllamaGenerate, name: str, context: int) -> dict[str, Any]
     return out | ({"logprobs": request.top_logprobs} if request.logprobs else {})
 
 
-def _of_chat(request: _Generating) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _think(request: _Generating) -> bool | None:
+    """Raises ApiError 400."""
     if request.think is not None and not isinstance(request.think, bool):
         _refuse("think", request.think, "this model knows no levels of thinking: true or false is allowed")
-    if request.think is not None:
-        out["chat_template_kwargs"] = {"enable_thinking": request.think}
-    if request.logprobs:
-        out |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return out
+    return request.think
+
+
+def _logprobs(request: _Generating) -> dict[str, Any]:
+    return {"logprobs": True, "top_logprobs": request.top_logprobs} if request.logprobs else {}
 
 
 def _body(request: _Generating, name: str, context: int) -> dict[str, Any]:
@@ -233,109 +221,6 @@ def _options(given: dict[str, Any], context: int) -> dict[str, Any]:
     if active and options.repeat_last_n not in (None, -1) and (options.repeat_last_n or 0) < context:
         _refuse("options.repeat_last_n", options.repeat_last_n, "penalties look at the whole context here: -1, or 0 for no penalties, is allowed")
     return out | penalties
-
-
-class _OpenCalls:
-    """Calls that no message has answered yet, the oldest first. Each step takes the same time, however many there are."""
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[int, str] = OrderedDict()
-        self._by: dict[tuple[str, str], deque[int]] = {}
-        self._count = 0
-
-    def add(self, call_id: str, name: str) -> None:
-        """A call was made."""
-        self._ids[self._count] = call_id
-        for key in (("id", call_id), ("name", name)):
-            self._by.setdefault(key, deque()).append(self._count)
-        self._count += 1
-
-    def take(self, kind: str, value: str) -> str | None:
-        """The id of the oldest call with this id or name, which is answered now; None: there is none."""
-        queue = self._by.get((kind, value), ())
-        while queue:
-            if (call_id := self._ids.pop(queue.popleft(), None)) is not None:
-                return call_id
-        return None
-
-    def take_oldest(self) -> str | None:
-        """The same, of all."""
-        return self._ids.popitem(last=False)[1] if self._ids else None
-
-
-class _Messages:
-    """Messages with Ollama's fields. Calls have no ids there: they get some, and a tool's answer that of the call it answers."""
-
-    def __init__(self) -> None:
-        self.out: list[dict[str, Any]] = []
-        self._unanswered = _OpenCalls()
-        self._calls = 0
-
-    def read(self, message: dict[str, Any], path: str) -> None:
-        """Raises ApiError."""
-        known = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images")
-        for name, value in message.items():
-            if name not in known and value is not None:
-                where = f"{path}.{name[:60]}"
-                raise ApiError(400, f"{where} is not an option that this server supports", code="unsupported_option", param=where)
-        if message.get("images"):
-            raise ApiError(400, f"{path}.images is not supported; this server takes only text", code="unsupported_option", param=f"{path}.images")
-        role = message.get("role")
-        if role not in ("system", "user", "assistant", "tool"):
-            _refuse(f"{path}.role", role, "system, user, assistant or tool is allowed")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            _refuse(f"{path}.content", content, "a text is needed")
-        out: dict[str, Any] = {"role": role, "content": content or ""}
-        thinking = message.get("thinking")
-        if thinking is not None and not isinstance(thinking, str):
-            _refuse(f"{path}.thinking", thinking, "a text is allowed")
-        if thinking and role == "assistant":
-            out["reasoning_content"] = thinking
-        if message.get("tool_calls"):
-            if role != "assistant":
-                _refuse(f"{path}.tool_calls", message["tool_calls"], "it is only allowed in a message of role assistant")
-            out["tool_calls"] = self._called(message["tool_calls"], f"{path}.tool_calls")
-        if role == "tool":
-            out |= self._answered(message, path)
-        self.out.append(out)
-
-    def _called(self, calls: Any, path: str) -> list[dict[str, Any]]:
-        if not isinstance(calls, list):
-            _refuse(path, calls, "a list of calls is needed")
-        out: list[dict[str, Any]] = []
-        for i, call in enumerate(calls):
-            function = call.get("function") if isinstance(call, dict) else None
-            name = function.get("name") if isinstance(function, dict) else None
-            if not isinstance(name, str) or not name:
-                _refuse(f"{path}[{i}].function.name", name, "the name of the tool that was called is needed")
-            arguments = function.get("arguments")  # type: ignore[union-attr] # its name is a text
-            if not isinstance(arguments, dict):
-                _refuse(f"{path}[{i}].function.arguments", arguments, "an object is needed")
-            given = call.get("id")
-            made = given if isinstance(given, str) and given else f"call{self._calls:05d}"  # nine characters: some templates want that
-            self._calls += 1
-            self._unanswered.add(made, name)
-            out.append({"id": made, "type": "function", "function": {"name": name, "arguments": arguments}})
-        return out
-
-    def _answered(self, message: dict[str, Any], path: str) -> dict[str, Any]:
-        """Which call a tool's message answers: by id, else the first open one of that name, else the first open one."""
-        name, call = message.get("tool_name"), message.get("tool_call_id")
-        for key, value in (("tool_name", name), ("tool_call_id", call)):
-            if value is not None and not isinstance(value, str):
-                _refuse(f"{path}.{key}", value, "a text is allowed")
-        if call:
-            self._unanswered.take("id", call)
-            found: str | None = call
-        else:
-            found = (self._unanswered.take("name", name) if name is not None else None) or self._unanswered.take_oldest()
-        out: dict[str, Any] = {}
-        if found is not None:
-            out["tool_call_id"] = found
-        if name:
-            out["name"] = name
-        return out
 
 
 def embedding_inputs(request: OllamaEmbed) -> list[str]:

@@ -127,14 +127,19 @@ async def _embedding(
 ) -> EmbeddingJob:
     """Args: truncate: what is longer than the context is cut at its end, as Ollama does. Raises ApiError."""
     context = state.flags.context_length
-    if ids is not None or request.routed.leg is not None:
-        raise ApiError(400, "embeddings take neither token ids beside the JSON nor a leg", code="bad_wire")
+    if request.routed.leg is not None:
+        raise ApiError(400, "embeddings have no legs: one worker computes them", code="bad_wire")
     if state.flags.role == "decode":
         raise stale("this is a decode worker; it computes no prompts, so no embeddings")
     asked.check_options(given.options, context)
     name = asked.served_name(given.model, state.config.served_names)
-    prompts = await encode_inputs(state.ready_text(), texts, "input", add_special_tokens=True)
-    return await read_embedding(state, {"model": name, "input": [p.ids[:context] if truncate else p.ids for p in prompts]})
+    if ids is not None and len(texts) == 1:
+        lists = [ids]
+    elif ids is not None:
+        raise ApiError(400, "token ids beside the JSON are those of a single input; this request has several", code="bad_wire")
+    else:
+        lists = [p.ids for p in await encode_inputs(state.ready_text(), texts, "input", add_special_tokens=True)]
+    return await read_embedding(state, {"model": name, "input": [i[:context] if truncate else i for i in lists]})
 
 
 def _embedded(model: str, started_at: float, job: EmbeddingJob, vectors: list[m.Embedded]) -> bytes:

@@ -45,6 +45,10 @@ class Timed:
     def reasoning_ended(self) -> bool:
         return self._inner.reasoning_ended
 
+    @property
+    def wants_end(self) -> bool:
+        return self._inner.wants_end
+
 
 class OllamaShape(Shape):
     """What chat and generate share: a head, lines, and a last one with counts and durations (ns)."""

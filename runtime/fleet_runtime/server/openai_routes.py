@@ -49,11 +49,11 @@ def _add_generation(app: FastAPI, intake: Intake) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(http: Request) -> Response:
         async def build(request: ReqState, body: dict[str, Any], ids: list[int] | None) -> Response:
-            if ids is not None or request.routed.leg is not None:
-                raise ApiError(400, "embeddings take neither token ids beside the JSON nor a leg", code="bad_wire")
+            if request.routed.leg is not None:
+                raise ApiError(400, "embeddings have no legs: one worker computes them", code="bad_wire")
             if state.flags.role == "decode":
                 raise stale("this is a decode worker; it computes no prompts, so no embeddings")
-            return EmbeddingResponse(state, request, await read_embedding(state, body))
+            return EmbeddingResponse(state, request, await read_embedding(state, body, ids))
 
         return await intake.open(http, build)
 

@@ -19,7 +19,13 @@ from fleet_contract.openai import (
     GenerationOptions,
     TokenizeRequest,
 )
+from fleet_runtime.server.anthropic_request import NEUTRAL, CountRequest, MessagesRequest
 from fleet_runtime.server.control import CONTROL_CALLS
+from fleet_runtime.server.ollama_request import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
+from fleet_runtime.server.ollama_shape import LINES
+from fleet_text.ollama_chat import LATEST
+
+EVENTS: Final = "text/event-stream"
 
 _BODIES: Final[dict[str, tuple[type[BaseModel], str]]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a chat"),
@@ -28,8 +34,20 @@ _BODIES: Final[dict[str, tuple[type[BaseModel], str]]] = {
     "/tokenize": (TokenizeRequest, "Token ids of a prompt or chat"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),
 }
+_DIALECTS: Final[dict[str, tuple[type[BaseModel], str, str, str]]] = {  # body, summary, schema of an error, content type of a stream
+    "/v1/messages": (MessagesRequest, "Answer a chat, as Anthropic's API", "AnthropicError", EVENTS),
+    "/v1/messages/count_tokens": (CountRequest, "Tokens of such a chat", "AnthropicError", ""),
+    "/api/chat": (OllamaChat, "Answer a chat, as Ollama's API", "OllamaError", LINES),
+    "/api/generate": (OllamaGenerate, "Answer a prompt, as Ollama's API", "OllamaError", LINES),
+    "/api/embed": (OllamaEmbed, "Vectors of inputs, as Ollama's API", "OllamaError", ""),
+    "/api/embeddings": (OllamaEmbeddings, "The vector of a prompt, as Ollama's older API", "OllamaError", ""),
+    "/api/show": (OllamaShow, "What the model is, as Ollama's API", "OllamaError", ""),
+}
 _GETS: Final = {
     "/v1/models": "The served names",
+    "/api/version": "The version, as Ollama's API",
+    "/api/tags": "The served names, as Ollama's API",
+    "/api/ps": "What is loaded, as Ollama's API",
     "/livez": "Whether the worker lives",
     "/readyz": "Whether it takes requests",
     "/health": "The same as /readyz",
@@ -61,12 +79,30 @@ _ERROR: Final = {
 }
 
 
+_TEXT: Final = {"type": "string"}
+_ERRORS: Final[dict[str, Any]] = {
+    "Error": _ERROR,
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error", "request_id"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
+            "request_id": _TEXT,
+        },
+    },
+    "OllamaError": {"type": "object", "required": ["error"], "properties": {"error": _TEXT}},
+}
+
+
 def openapi(served_names: list[str], *, internal: bool) -> dict[str, Any]:
     """The document of one port."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = dict(_ERRORS)
     paths: dict[str, Any] = {}
     for path, (kind, summary) in _BODIES.items():
-        paths[path] = {"post": _operation(summary, _schema(kind, schemas), streams=issubclass(kind, GenerationOptions))}
+        paths[path] = {"post": _operation(summary, _schema(kind, schemas), stream=EVENTS if issubclass(kind, GenerationOptions) else "")}
+    for path, (kind, summary, error, stream) in _DIALECTS.items():
+        paths[path] = {"post": _operation(summary, _schema(kind, schemas), stream=stream, error=error)}
     for path, summary in (_GETS | _INTERNAL_GETS if internal else _GETS).items():
         paths[path] = {"get": _operation(summary)}
     paths["/v1/models/{name}"] = {
@@ -77,9 +113,10 @@ def openapi(served_names: list[str], *, internal: bool) -> dict[str, Any]:
             paths[path] = {"post": _operation(op.replace("_", " "), _schema(kind, schemas), needs_body=False)}
         rid = {"type": "object", "required": ["rid"], "properties": {"rid": {"type": "string", "minLength": 1}}}
         paths["/abort_request"] = {"post": _operation("End the request of exactly this id", rid)}
-    for schema in schemas.values():
+    for title, schema in schemas.items():
         if "model" in schema.get("properties", {}):
-            schema["properties"]["model"] = {"enum": served_names if "model" in schema.get("required", ()) else [*served_names, None]}
+            names = [*served_names, *(name + LATEST for name in served_names)] if title.startswith("Ollama") else served_names
+            schema["properties"]["model"] = {"enum": names if "model" in schema.get("required", ()) else [*names, None]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Radixfleet runtime", "version": "1"},
@@ -97,6 +134,8 @@ def _schema(kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
         properties |= {name: {"description": "without effect"} for name in NEUTRAL_OPTIONS}
         properties |= {name: {"enum": list(values)} for name, values in NEUTRAL_VALUES.items() if name not in properties}
         made["additionalProperties"] = False
+    elif issubclass(kind, CountRequest):
+        properties |= {name: {"description": "without effect"} for name in NEUTRAL}
     made["properties"] = {name: _nullable(schema) if name not in required else schema for name, schema in properties.items()}
     schemas[kind.__name__] = made
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
@@ -110,10 +149,13 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [{k: v for k, v in schema.items() if k not in ("default", "title")}, {"type": "null"}], **default}
 
 
-def _operation(summary: str, body: dict[str, Any] | None = None, *, streams: bool = False, needs_body: bool = True) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {}} | ({"text/event-stream": {}} if streams else {})
-    error = {"description": "Refused, or failed", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    out: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "Done", "content": content}, "4XX": error, "5XX": error}}
+def _operation(
+    summary: str, body: dict[str, Any] | None = None, *, stream: str = "", error: str = "Error", needs_body: bool = True
+) -> dict[str, Any]:
+    """Args: stream: content type of a streamed answer. error: name of an error's schema."""
+    content: dict[str, Any] = {"application/json": {}} | ({stream: {}} if stream else {})
+    failed = {"description": "Refused, or failed", "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
+    out: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "Done", "content": content}, "4XX": failed, "5XX": failed}}
     if body is not None:
         out["requestBody"] = {"required": needs_body, "content": {"application/json": {"schema": body}}}
     return out

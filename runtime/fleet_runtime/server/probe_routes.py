@@ -32,6 +32,7 @@ def add_probe_routes(app: FastAPI, state: HttpState) -> None:
         page = state.metrics.render(
             open_requests=len(state.manager),
             late_messages=state.manager.late + state.mailbox.dropped + state.late_replies,
+            texts_encoded=state.text.encoder.texts_encoded if state.text is not None else 0,
             ended=state.guard.ended,
             scheduler=state.board.counters(),
         )

@@ -15,7 +15,7 @@ from fleet_contract.openai import CompletionRequest, GenerationOptions
 from fleet_runtime import messages as m
 from fleet_runtime.server import validate
 from fleet_runtime.server.answer import Answer, OutputParser, PlainParser
-from fleet_runtime.server.generate import GenerateRequest, Prompt, SamplingOptions, StopOptions, Worker, plan
+from fleet_runtime.server.generate import CHAT_PROMPT, GenerateRequest, Prompt, SamplingOptions, StopOptions, Worker, plan
 from fleet_runtime.server.grammars import grammar_of, schema_grammar
 from fleet_runtime.server.manager import ReqState
 from fleet_runtime.server.openai_chat import ChatShape
@@ -77,7 +77,7 @@ async def read_chat(state: HttpState, body: dict[str, Any], ids: list[int] | Non
         grammar = msgspec.structs.replace(grammar, after_ids=text.think_end_ids)
     return GenerateRequest(
         model=options.model,
-        prompts=[Prompt(ids, "messages")],
+        prompts=[Prompt(ids, CHAT_PROMPT)],
         max_new=options.max_completion_tokens if options.max_completion_tokens is not None else options.max_tokens,
         logprobs=options.top_logprobs if options.logprobs else -1,
         prompt_logprobs=-1 if options.prompt_logprobs is None else options.prompt_logprobs,
@@ -127,7 +127,7 @@ async def read_completion(state: HttpState, options: CompletionRequest, ids: lis
 def generation(state: HttpState, request: ReqState, made: GenerateRequest, shape: Any) -> Generation:
     """The last step of every dialect. Args: shape: makes one of what it tells and the answer. Raises ApiError 400."""
     text = state.ready_text()
-    worker = Worker(state.flags.context_length, text.vocab_size, text.encoder.eos_ids)
+    worker = Worker(state.flags.context_length, state.model_vocab_size(), text.encoder.eos_ids)
     choices = plan(made, worker, request.rid, request.routed, request.started_at)
     seeds = [choice.seed for choice in choices]
     answer = Answer(made.make_parser, seeds, n=made.n, per_prompt=made.per_prompt, discard=made.max_new == 0)

@@ -19,9 +19,8 @@ from fleet_contract.errors import TIMEOUT, ApiError
 from fleet_contract.logs import facts
 from fleet_contract.worker import PrefillAnswer
 from fleet_runtime import messages as m
-from fleet_runtime.server.answer import Usage
+from fleet_runtime.server.answer import Piece, Usage
 from fleet_runtime.server.embeddings import WAVE, EmbeddingJob, embed_admits, embedding_answer
-from fleet_runtime.server.guard import CONNECTION
 from fleet_runtime.server.manager import Item, ReqState
 from fleet_runtime.server.metrics import endpoint_of
 from fleet_runtime.server.requests import Generation
@@ -95,7 +94,7 @@ class AdmittedResponse(Response):
         for item in items:
             if isinstance(item, ApiError):
                 raise item
-            if isinstance(item, m.Failed):
+            if isinstance(item, m.Failed) and item.index not in self._request.complete:
                 retry_s = 1 if item.status in (429, 503) else None
                 raise ApiError(item.status, item.message, type=item.type, code=item.code, retry_after_s=retry_s)
         if items and self._first_at is None:
@@ -123,7 +122,7 @@ class AdmittedResponse(Response):
         return ApiError(504, f"no token came within {self._request.routed.deadline_ms} ms", type=TIMEOUT, code="deadline_exceeded")
 
     async def _fail(self, error: ApiError, scope: Scope, send: Send) -> None:
-        """An error as the answer, or as the last event of a stream that has begun; the connection ends with it."""
+        """An error as the answer, or as the last event of a stream that has begun. The body ends as its framing says, so the connection serves on."""
         if not self._request.admitted:
             self._state.manager.reject(self._request, error)
         level = logging.WARNING if error.status in (500, 504) else logging.DEBUG
@@ -132,8 +131,6 @@ class AdmittedResponse(Response):
         )
         if not self._started:
             raise error  # the application's border answers it
-        if (connection := scope["state"].get(CONNECTION)) is not None:
-            connection.close_after_response()
         await send({"type": "http.response.body", "body": self._error_event(error, scope["state"]["request_id"]), "more_body": False})
 
     async def _send_whole(self, status: int, body: bytes, send: Send) -> None:
@@ -197,8 +194,7 @@ class GenerationResponse(AdmittedResponse):
         answer = self._generation.shape.answer
         while not answer.done:
             for item in await self._items():
-                if isinstance(item, m.Text):
-                    answer.add(item)
+                self._add(item)
         await self._send_whole(200, self._generation.shape.plain(), send)
 
     async def _stream(self, send: Send) -> None:
@@ -206,8 +202,8 @@ class GenerationResponse(AdmittedResponse):
         while not shape.answer.done:
             data = b""
             for item in await self._items():
-                if isinstance(item, m.Text):
-                    data += shape.chunks(shape.answer.add(item))
+                if (piece := self._add(item)) is not None:
+                    data += shape.chunks(piece)
             if not self._started and self._first_at is not None:
                 self._started = True
                 headers = [(b"content-type", shape.stream_type.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -215,6 +211,16 @@ class GenerationResponse(AdmittedResponse):
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": shape.ending(), "more_body": False})
+
+    def _add(self, item: Item) -> Piece | None:
+        """New text of a choice that has not ended; a choice that ends here, by its parser, ends at the scheduler too."""
+        answer = self._generation.shape.answer
+        if not isinstance(item, m.Text) or answer.results[item.index].finish is not None:
+            return None
+        piece = answer.add(item)
+        if piece.finish is not None and item.finish is None:
+            self._state.manager.complete(self._request, item.index)
+        return piece
 
     async def _prefill(self, send: Send) -> None:
         """A prefill leg: one `HandedOver` per choice."""

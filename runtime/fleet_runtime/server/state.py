@@ -30,7 +30,7 @@ from fleet_text.prompt import PromptEncoder, TokenizerFilesError, zip_files
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """The model as text: encoder, the zip that routers fetch, how many ids there are, and what its answers are made of."""
+    """The model as text: encoder, the zip that routers fetch, how many ids have a text or weights, and what its answers are made of."""
 
     encoder: PromptEncoder
     zip: bytes
@@ -91,6 +91,11 @@ class HttpState:
             message = f"{self.last_death}; it is being restarted" + (f" ({reason.message})" if reason is not None else "")
             return ApiError(503, message, type=OVERLOADED, code="worker_restarting", retry_after_s=1)
         return reason or ApiError(503, "the worker is starting", type=OVERLOADED, code="loading", retry_after_s=1)
+
+    def model_vocab_size(self) -> int:
+        """Ids that the model can read and draw; the scheduler's word, where it is here. Raises ApiError 503 as `ready_text`."""
+        size = self.ready_text().vocab_size
+        return min(size, self.info.vocab_size) if self.info is not None and self.info.vocab_size else size
 
     def ready_text(self) -> TextModel:
         """The text model. Raises ApiError 503 while it is loaded."""

@@ -5,11 +5,12 @@ Called by `requests`; the models are those of `fleet_contract.openai`. `null` me
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationError
+from pydantic_core import PydanticCustomError
 
-from fleet_contract.errors import NOT_FOUND, ApiError
+from fleet_contract.errors import NOT_FOUND, ApiError, shown
 from fleet_contract.openai import (
     MAX_EMBEDDING_INPUTS,
     MAX_PROMPTS,
@@ -23,7 +24,6 @@ from fleet_contract.openai import (
     Message,
     TokenizeRequest,
 )
-from fleet_runtime.server.body import shown
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 4096
@@ -136,6 +136,16 @@ def refuse_internal_options(body: dict[str, Any]) -> None:
     for name, value in body.items():
         if name.startswith("bootstrap_") or (name == "priority" and value is not None):
             raise ApiError(400, f"{name} is an internal option; it is not allowed on the public port", code="internal_option", param=name)
+
+
+def _is_off(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("off", "only false is allowed")
+    return value
+
+
+# An option that cannot be had: its `false` is taken, and no number that equals it, as a Literal would do.
+Off = Annotated[StrictBool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})]
 
 
 def checked(kind: type[R], body: dict[str, Any]) -> R:

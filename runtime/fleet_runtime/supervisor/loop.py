@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from fleet_contract import names
+from fleet_contract.cpus import read_text
 from fleet_contract.logs import facts
 from fleet_runtime import heartbeat as hb
 from fleet_runtime import messages as m
@@ -28,7 +29,7 @@ from fleet_runtime.config import mint_incarnation
 from fleet_runtime.errors import EXIT_START_FAILED, StartError
 from fleet_runtime.record import worker_record
 from fleet_runtime.supervisor.children import MODULES, Child, read_failure, spawn
-from fleet_runtime.supervisor.facts import ENV_PODINFO_ANNOTATIONS, drain_seconds, read_text
+from fleet_runtime.supervisor.facts import ENV_PODINFO_ANNOTATIONS, drain_seconds
 from fleet_runtime.supervisor.policy import Backoff, SchedulerBudget, death_in_words
 from fleet_runtime.supervisor.prepare import Prepared, write_atomically
 from fleet_runtime.supervisor.stand_in import StandIn

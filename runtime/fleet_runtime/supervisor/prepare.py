@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cpus import find_threads
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.logs import facts
 from fleet_runtime import messages as m
 from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.files import executor_of, resolve_model
-from fleet_runtime.supervisor.facts import find_threads, identity_from_env
+from fleet_runtime.supervisor.facts import identity_from_env
 
 log = logging.getLogger(__name__)
 

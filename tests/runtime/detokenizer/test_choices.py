@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from fleet_runtime import messages as m
 from fleet_runtime.detokenizer.choices import Choices
@@ -27,7 +27,7 @@ def choices() -> Choices:
 
 
 def sampled(text: bytes, done: int, finish: str | None = None, *, stop: list[str] | None = None, first: bool = False) -> m.Sampled:
-    opened = m.OpenText(prompt_tail=[256], stop=stop or [], prompt_tokens=7) if first else None
+    opened = m.OpenText(prompt_tail=[256], stop=stop or [], prompt_tokens=7, serial=3) if first else None
     return m.Sampled(rid="r", index=0, ids=list(text), completion_tokens=done, finish=finish, cached_tokens=0, open=opened)
 
 
@@ -44,9 +44,22 @@ def test_a_stop_ends_the_choice_here_and_counts_up_to_its_token() -> None:
     assert [(s.rid, s.index) for s in out.stopped] == [("r", 0)]
     assert len(c) == 0
     assert c.push([sampled(b"late", 11)]).texts == []
-    assert not c.end("r", 0), "the scheduler's own ending crossed ours: it must not become a second one"
-    assert c.end("r", 0), "but the rid is free again"
-    assert c.late == 2
+    assert c.late == 1
+
+
+@pytest.mark.parametrize("theirs", ["finish", "other"])
+def test_a_rid_is_free_again_when_the_scheduler_has_ended_it_too(theirs: str) -> None:
+    """The scheduler's own end is no second one for http; the next request of that rid is answered, also one that fails before its first token."""
+    c = choices()
+    [stopped] = c.push([sampled(b"stop", 4, stop=["stop"], first=True)]).stopped
+    assert (stopped.rid, stopped.index, stopped.serial) == ("r", 0, 3)
+    if theirs == "finish":
+        assert c.push([sampled(b"", 4, "stop")]).texts == []
+    else:
+        assert not c.end("r", 0)
+    assert c.end("r", 0), "the failure of the next one passes"
+    c.push([sampled(b"a", 1, first=True)])
+    assert [t.finish for t in c.push([sampled(b"b", 2, "length")]).texts] == ["length"]
 
 
 def test_a_stop_in_the_last_tokens_needs_no_word_to_the_scheduler() -> None:
@@ -67,27 +80,30 @@ def test_a_failure_before_the_first_token_passes() -> None:
     assert choices().end("never opened", 0)
 
 
-@given(st.lists(st.tuples(st.sampled_from("pqr"), st.sampled_from(["open", "more", "finish", "fail"]), st.binary(max_size=4)), max_size=60))
-def test_each_open_choice_ends_at_most_once(events: list[tuple[str, str, bytes]]) -> None:
-    c, open_now, done = choices(), set(), dict.fromkeys("pqr", 0)
+@given(st.lists(st.tuples(st.sampled_from("pqr"), st.sampled_from(["more", "finish", "fail"]), st.binary(max_size=4)), max_size=60))
+def test_each_choice_ends_once_and_its_rid_comes_again(events: list[tuple[str, str, bytes]]) -> None:
+    """What a scheduler may say: first tokens open a choice, more follow, one terminal message ends it; an end before the first token is possible."""
+    c, there, ended = choices(), dict[str, int](), set[str]()  # at the scheduler with so many tokens; of those, ended for http
     for rid, kind, ids in events:
-        done[rid] += len(ids)
+        opens = rid not in there
+        done = there[rid] = there.get(rid, 0) + len(ids)
         if kind == "fail":
-            forwarded = c.end(rid, 0)
-            assert forwarded or rid not in open_now
-            open_now.discard(rid)
+            assert c.end(rid, 0) == (rid not in ended), "http hears of an end just once"
         else:
-            opened = m.OpenText(prompt_tail=[], stop=["a", "bb"], prompt_tokens=1) if kind == "open" else None
+            opened = m.OpenText(prompt_tail=[], stop=["a", "bb"], prompt_tokens=1) if opens else None
             finish = "length" if kind == "finish" else None
-            out = c.push([m.Sampled(rid=rid, index=0, ids=list(ids), completion_tokens=done[rid], finish=finish, open=opened)])
-            if kind == "open":
-                open_now.add(rid)
-            ended = [t for t in out.texts if t.finish]
-            assert len(ended) <= (1 if rid in open_now else 0)
-            if ended:
-                open_now.discard(rid)
-        assert len(c) == len(open_now)
+            out = c.push([m.Sampled(rid=rid, index=0, ids=list(ids), completion_tokens=done, finish=finish, open=opened)])
+            ends = [t for t in out.texts if t.finish]
+            assert len(ends) == (rid not in ended) if finish else len(ends) <= (rid not in ended)
+            ended |= {rid} if ends else set()
+        if kind != "more":
+            del there[rid]
+            ended.discard(rid)
+        assert len(c) <= len(there.keys() - ended)
         c.check_integrity()
+    for rid in there:
+        c.end(rid, 0)
+    assert len(c) == 0 and c.is_empty()
 
 
 def test_ids_of_held_text_come_with_the_next_text() -> None:
@@ -132,6 +148,18 @@ def test_stops_after_min_tokens_shown_or_not(text: str, stop: str, least: int, i
         assert "".join(t.text for t in got) == out
         assert (got[-1].stopped_by, got[-1].completion_tokens, got[-1].finish) == (by, tokens, "stop" if by else "length")
         assert len(c) == 0
+
+
+@pytest.mark.parametrize(("keep", "spaces", "text"), [(True, True, "a <s> </s> b <s>"), (True, False, "a <s></s> b <s>"), (False, False, "a b")])
+def test_spaces_between_special_tokens_are_left_out_on_request(keep: bool, spaces: bool, text: str) -> None:
+    """With a tokenizer that joins its tokens by spaces: one without a decoder."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    c = Choices(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), [2, 3], [2, 3])
+    opened = m.OpenText(prompt_tail=[], stop=[], prompt_tokens=1, keep_special=keep, spaces_between_special=spaces)
+    out = c.push([m.Sampled("r", 0, [0], 1, open=opened)]).texts
+    out += c.push([m.Sampled("r", 0, [2, 3], 3), m.Sampled("r", 0, [1], 4), m.Sampled("r", 0, [2], 5, "stop")]).texts
+    assert "".join(t.text for t in out) == text
 
 
 def test_special_tokens_have_text_only_on_request() -> None:

@@ -188,6 +188,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"think": "high"}, 'think is "high"; this model knows no levels'),
     ("chat", {"top_logprobs": 2}, "top_logprobs is only allowed with logprobs: true"),
     ("chat", {"truncate": True}, "truncate is true"),
+    ("chat", {"truncate": 0}, "truncate is 0"),
+    ("chat", {"shift": 0.0}, "shift is 0.0"),
     ("chat", {"think": 1}, "think is 1"),
     ("chat", {"format": "xml"}, 'format is "xml"; json, or a JSON schema'),
     ("embed", {"input": [1], "messages": None}, "input is a list; a text"),

@@ -64,6 +64,16 @@ def test_more_than_the_process_may_use_is_refused_before_loading(tiny: Path) -> 
     check_memory(50, 50, 100)
     with pytest.raises(StartError):
         check_memory(51, 50, 100)
+    check_memory(50, 40, 100, step=10)
+    with pytest.raises(StartError, match="for a step"):
+        check_memory(50, 40, 100, step=11)
+
+
+def test_a_step_that_does_not_fit_beside_weights_and_pages_is_refused_before_loading(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet_runtime.engine.torch_executor.memory_limit_bytes", lambda: 32 << 20)
+    assert make_executor(launch(kv_cache_memory=8 << 20, max_step_tokens=64), tiny, 1, lambda _p, _t: None).layout.num_pages
+    error = refusal(launch(kv_cache_memory=8 << 20, max_step_tokens=1 << 16), tiny)
+    assert error.reason == "OutOfMemory" and "--max-step-tokens" in error.message
 
 
 def test_a_context_longer_than_the_models_is_refused(tiny: Path) -> None:

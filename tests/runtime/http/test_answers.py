@@ -161,17 +161,24 @@ def test_a_failure_before_the_first_token_has_its_own_status(runtime: Runtime) -
         assert answer.json()["error"]["code"] == "queue_full"
 
 
-def test_a_failure_in_a_stream_is_one_error_event_and_the_end(runtime: Runtime) -> None:
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_a_failure_in_a_stream_is_one_error_event_and_the_end_of_the_body(runtime: Runtime, version: str) -> None:
+    """The connection ends as its head has said: not at all, or with the body for a client that knows no chunks."""
     body = json.dumps(chat("break:2", stream=True)).encode()
+    head = f"POST {CHAT} HTTP/{version}\r\nHost: x\r\nX-Request-Id: abc\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(runtime.data_address) as s:
-        s.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Request-Id: abc\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         s.settimeout(10)
-        got = b""
-        while data := s.recv(65536):  # until the server closes
-            got += data
-    assert b"[DONE]" not in got and got.startswith(b"HTTP/1.1 200")
-    error = json.loads(got.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
-    assert (error["code"], error["request_id"], error["message"]) == ("device_error", "abc", "the device failed")
+        for _ in range(2 if version == "1.1" else 1):
+            s.sendall(head + body)
+            got = b""
+            while not got.endswith(b"0\r\n\r\n") and (data := s.recv(65536)):
+                got += data
+            assert b"[DONE]" not in got and got.startswith(b"HTTP/1.1 200"), "also the second time on this connection"
+            assert (b"connection: close" in got.lower()) == (version == "1.0")
+            error = json.loads(got.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+            assert (error["code"], error["request_id"], error["message"]) == ("device_error", "abc", "the device failed")
+        if version == "1.0":
+            assert s.recv(1) == b""
 
 
 def test_a_failed_choice_ends_the_others(runtime: Runtime) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from fleet_contract.errors import ApiError
 from fleet_contract.openai import NEUTRAL_OPTIONS, NEUTRAL_VALUES
+from fleet_runtime.server import anthropic_routes, ollama_routes, openai_routes, probe_routes
 from fleet_runtime.server.body import parse_json
 from fleet_runtime.server.generate import max_new_tokens
 from fleet_runtime.server.validate import chat_request, completion_request, embedding_request, stop_strings, tokenize_request
@@ -82,10 +86,17 @@ def test_a_storm_of_broken_bodies_leaves_the_same_processes(runtime: Runtime) ->
     assert all(child.is_running() for child in before)
 
 
+def routes_of(part: ModuleType) -> set[str]:
+    """The paths that a module of routes registers."""
+    return set(re.findall(r'@app\.(?:get|post)\("([^"]+)"\)', inspect.getsource(part)))
+
+
 def test_the_published_document_names_every_option_and_no_other(runtime: Runtime) -> None:
     document = HTTP.get(runtime.data + "/openapi.json").json()
     assert document["openapi"] == "3.1.0" and "/worker" not in document["paths"]
     assert "/worker" in HTTP.get(runtime.internal + "/openapi.json").json()["paths"]
+    served = {route for part in (openai_routes, anthropic_routes, ollama_routes, probe_routes) for route in routes_of(part)}
+    assert served == {path.replace("{name}", "{name:path}") for path in document["paths"]} - {"/openapi.json"}
     for path, operations in document["paths"].items():
         method = next(iter(operations))
         answer = HTTP.request(method.upper(), runtime.data + path.replace("{name}", "ns/tiny"), content=b"{}" if method == "post" else None)
@@ -94,7 +105,6 @@ def test_the_published_document_names_every_option_and_no_other(runtime: Runtime
         schema = document["components"]["schemas"][name]
         assert schema["additionalProperties"] is False and schema["properties"]["model"]["enum"] == ["tiny", "ns/tiny"]
         good: dict[str, Any] = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
-        for option in schema["properties"]:
-            if option not in good and option != "priority":
-                body = {k: v for k, v in good.items() if k in schema["properties"]} | ({"max_tokens": 1} if name != "EmbeddingRequest" else {})
-                assert HTTP.post(runtime.data + path, json={**body, option: None}).status_code == 200, option
+        body = {k: v for k, v in good.items() if k in schema["properties"]} | ({"max_tokens": 1} if name != "EmbeddingRequest" else {})
+        answer = HTTP.post(runtime.data + path, json={option: None for option in schema["properties"] if option != "priority"} | body)
+        assert answer.status_code == 200, answer.text

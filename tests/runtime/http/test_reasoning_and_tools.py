@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_testing.http_cases import CHAT, body, chunks, post, refused, worker
-from fleet_testing.runtime import HTTP, Runtime
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
 BAD_SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nosuch"}}}}}]
@@ -79,6 +79,26 @@ def test_forced_calls_have_a_grammar_and_no_markup(runtime: Runtime) -> None:
     assert [c["function"]["arguments"] for c in answer["message"]["tool_calls"]] == ['{"a": 1}', "{}"]
     one = post(runtime, CHAT, body(**saying(CALL + CALL, tools=TOOLS, parallel_tool_calls=False))).json()["choices"][0]
     assert len(one["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_where_one_call_is_allowed_its_end_is_the_end_of_the_generation(runtime: Runtime, n: int) -> None:
+    """And it is what the client pays for: the model, which goes on for a minute, is stopped."""
+    prompt = f"slow:5 hex:{(CALL + CALL + 9999 * 'x').encode().hex()}"
+    options = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 9999, "tools": TOOLS, "parallel_tool_calls": False, "n": n}
+    told = len(runtime.sent("Stopped"))
+    answer = post(runtime, CHAT, body(**options)).json()
+    for choice in answer["choices"]:
+        assert [c["function"] for c in choice["message"]["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert answer["usage"]["completion_tokens"] == n * len(CALL)
+    streamed = chunks(runtime, CHAT, body(**options, stream=True, stream_options={"include_usage": True}))
+    ends = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in streamed if c["choices"] and c["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [(i, "tool_calls") for i in range(n)]
+    assert streamed[-1]["usage"] == answer["usage"]
+    wait_for(lambda: runtime.metrics()["radixfleet_runtime_running_requests"] == 0, "the scheduler has ended them")
+    assert sorted(e["index"] for e in runtime.sent("Stopped")[told:]) == sorted([*range(n)] * 2)
+    assert not [a for a in runtime.sent("Abort") if a["reason"] == "its handler ended"], "they end well"
 
 
 def test_tools_are_in_the_prompt_unless_none_may_be_called(runtime: Runtime) -> None:

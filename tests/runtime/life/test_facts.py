@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet_contract.cpus import choose_threads, cpu_quota
 from fleet_contract.names import ANNOTATION_DRAINING, ENV_NAMESPACE, ENV_POD_UID
 from fleet_runtime.errors import StartError
-from fleet_runtime.supervisor.facts import annotation, choose_threads, cpu_quota, drain_seconds, identity_from_env
+from fleet_runtime.supervisor.facts import annotation, drain_seconds, identity_from_env
 from fleet_runtime.supervisor.policy import BACKOFF_S, Backoff, SchedulerBudget, death_in_words
 from fleet_runtime.supervisor.prepare import make_run_dir
 

@@ -65,7 +65,7 @@ def test_the_tokenizer_splits_digits_and_puts_no_space_in_front(tmp_path: Path) 
     ("change", "text"),
     [
         ({"arch": "gpt2"}, "architecture 'gpt2'; can be converted: llama, qwen2, qwen3"),
-        ({"pre": "chameleon"}, "pre-tokenizer 'chameleon'; can be converted: 'gpt2' with 'smollm', 'gpt-2', 'llama-bpe', 'qwen2'"),
+        ({"pre": "chameleon"}, "pre-tokenizer 'chameleon'; can be converted: 'llama', and 'gpt2' with 'smollm', 'gpt-2', 'llama-bpe', 'qwen2'"),
         ({"extra": "rope_freqs.weight"}, "rope_freqs.weight is not that of Llama 3.x"),
         ({"heads": 0}, "num_attention_heads is 0, must be a whole number above 0"),
         ({"extra": "blk.0.ffn_gate_inp.weight"}, "the tensor blk.0.ffn_gate_inp.weight has no place in such a model"),

@@ -113,6 +113,16 @@ def test_an_abort_at_any_step_in_any_state_frees_everything_within_two_steps() -
         worker.assert_idle()
 
 
+def test_equal_prompts_of_one_step_share_their_pages_from_then_on() -> None:
+    """The second's own copies are freed when both have landed, while the next step is out. Seen red with arrays that went on from that step's."""
+    worker = FakeWorker(max_step_tokens=128)
+    ids = list(range(40))
+    answers = [worker.admit(rid_of(n), ids, 30) for n in range(3)]
+    worker.run()
+    assert [a.ids for a in answers] == [expected(ids, 30)] * 3
+    worker.assert_idle()
+
+
 def test_two_steps_with_prompts_never_overlap_and_decode_steps_do() -> None:
     worker = FakeWorker(max_step_tokens=32)
     launched: list[tuple[bool, int]] = []

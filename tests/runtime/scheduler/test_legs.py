@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from fleet_runtime import messages as m
 from fleet_runtime.scheduler.request import State
 from fleet_testing.fake_engine import expected
 from fleet_testing.hand_over_harness import Pair, Workers
-from fleet_testing.scheduler_harness import FakeWorker, rid_of
+from fleet_testing.scheduler_harness import Answer, FakeWorker, rid_of
 
 
 def prompt(n: int, seed: int = 1) -> list[int]:
@@ -77,6 +78,40 @@ def test_a_leg_that_is_aborted_before_it_reached_its_room_ends_the_other(workers
     pair.turn_to_end(*pair_answers(pair))
     assert mine.inbox.of(rid_of(1)).failed.code == "aborted"
     pair.turn_to_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_plain_request_gets_in_beside_hand_overs_that_never_pause(workers: Workers, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """On both of two unified workers that prefill for each other, so that neither waits for the other's. Seen red: it waited for its timeout."""
+    monkeypatch.setattr("fleet_runtime.scheduler.admission.PATIENCE_S", 0.05)
+    rng = random.Random(seed)
+    flags: dict[str, object] = {"max_rows": rng.choice([4, 8]), "new_token_ratio": rng.choice([0.3, 1.0]), "queue_timeout": 1000}
+    a, b = (workers("unified", pages=16, fake=True, flags=flags, other_leg_s=60.0) for _ in range(2))
+    pairs, open_now, asked = (Pair(a, b), Pair(b, a)), list[tuple[int, list[Answer]]](), 0
+
+    def turn(*, refill: bool = True) -> None:
+        nonlocal asked
+        open_now[:] = [(n, answers) for n, answers in open_now if any(x.end is None for x in answers)]
+        while refill and len(open_now) < 8:
+            asked += 1
+            ids = prompt(rng.randint(20, 60), seed=asked)
+            open_now.append((asked, list(pairs[asked % 2].ask(rid_of(asked), ids, rng.randint(2, 20), room=asked))))
+        a.scheduler.iterate()
+        b.scheduler.iterate()
+
+    for _ in range(300):
+        turn()
+    plain = [w.admit(rid_of(10_000 + n), prompt(100, seed=n), 80) for n, w in enumerate((a, b))]
+    before, end = asked, time.monotonic() + 10
+    while not all(x.end for x in plain):
+        turn()
+        assert time.monotonic() < end, f"{asked - before} pairs have passed it"
+    assert [x.ids for x in plain] == [expected(prompt(100, seed=n), 80) for n in range(2)]
+    while open_now:
+        turn(refill=False)
+        assert time.monotonic() < end + 10
+    assert a.book.totals.failed == b.book.totals.failed == 0
+    pairs[0].turn_to_idle()
 
 
 def test_plain_requests_are_retracted_and_decode_legs_are_not(workers: Workers) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_contract.wire import encode_ids
 from fleet_runtime import messages as m
 from fleet_runtime.engine.base import Sampling, StepInput, StepOutput, greedy
 from fleet_runtime.engine.simulated import SimulatedExecutor
@@ -82,14 +83,39 @@ def test_a_stop_id_wins_over_the_length_and_is_counted_but_not_sent() -> None:
     assert (answer.end, answer.ids, answer.completion_tokens) == ("stop", tokens[:at], at + 1)
 
 
-def test_stopped_frees_the_choice_without_a_terminal_message() -> None:
+def test_stopped_ends_the_choice_well_and_once() -> None:
     worker = VirtualScheduler()
     answer = worker.admit(rid_of(1), prompt(20), 600)
     for _ in range(5):
         worker.scheduler.iterate()
     worker.scheduler.handle(m.Stopped(rid=rid_of(1), index=0))
-    assert worker.run() <= 1 and answer.end is None and not worker.book.requests
+    assert worker.run() <= 1 and answer.end == "stop" and not worker.book.requests
     worker.scheduler.handle(m.Stopped(rid=rid_of(1), index=0))
+    counters = worker.scheduler.counters()
+    assert (counters["finished_requests_total"], counters["aborted_requests_total"], counters["pages_request"]) == (1, 0, 0)
+
+
+def test_a_rid_that_comes_again_is_another_request_whatever_is_still_said_of_the_first() -> None:
+    """The detokenizer has ended the first by a stop string; its word may come before the second request, after it, or after the first's own end."""
+    for order in ("stopped first", "stopped late", "stopped after its end"):
+        worker = VirtualScheduler()
+        answer = worker.admit(rid_of(1), prompt(20), 8 if order == "stopped after its end" else 600)
+        for _ in range(5):
+            worker.scheduler.iterate()
+        assert answer.opened is not None
+        word = m.Stopped(rid=rid_of(1), index=0, serial=answer.opened.serial)
+        if order == "stopped first":
+            worker.scheduler.handle(word)
+        elif order == "stopped after its end":
+            worker.run()
+        worker.scheduler.handle(m.Admit(rid=rid_of(1), ids=encode_ids(prompt(30)), max_new=5, temperature=0.0))
+        worker.book.flush()
+        assert isinstance(answer.end, str), order
+        second = worker.inbox.answers[rid_of(1), 0] = Answer()
+        if order != "stopped first":
+            worker.scheduler.handle(word)
+        worker.run()
+        assert (second.end, len(second.ids)) == ("length", 5), order
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5, 12])

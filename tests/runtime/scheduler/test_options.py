@@ -13,10 +13,11 @@ import pytest
 from fleet_runtime import messages as m
 from fleet_runtime.engine.base import Sampling, StepOutput, greedy
 from fleet_runtime.models.simulated_tokenizer import EOS_ID
+from fleet_runtime.scheduler.batch import StepRow
 from fleet_runtime.scheduler.grammar import MAX_BYTES, GrammarRun, Grammars
 from fleet_runtime.scheduler.logprobs import decode_logprobs, encode_logprobs, token_logprobs
 from fleet_runtime.scheduler.request import Request
-from fleet_runtime.scheduler.sampling import Draw, TokenCounts, sampling_of
+from fleet_runtime.scheduler.sampling import TokenCounts, sampling_of
 from fleet_testing.fake_engine import VOCAB, expected, hidden_of, logits_of, top_logprobs
 from fleet_testing.scheduler_harness import Answer, Clock, FakeWorker, admit, rid_of
 
@@ -92,6 +93,9 @@ def test_a_grammar_starts_behind_the_end_of_reasoning() -> None:
         ("choice", "[]", "one text or more"),
         ("basic", "x", "no kind of grammar"),
         ("regex", "a" * (MAX_BYTES + 1), "at most"),
+        ("json_schema", '{"$ref": "#"}', "nothing may come first"),
+        ("json_schema", '{"anyOf": [{"$ref": "#"}]}', "nothing may come first"),
+        ("json_schema", '{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "$defs": {"a": {"$ref": "#/$defs/a"}}}', "dead end"),
     ],
 )
 def test_a_bad_grammar_fails_its_own_request_with_the_reason(kind: str, text: str, word: str) -> None:
@@ -274,6 +278,11 @@ def test_an_executor_without_hidden_states_refuses_embeddings() -> None:
 # Sampling arrays.
 
 
+def drawing(request: Request, place: int) -> StepRow:
+    """A row that draws the token of that place."""
+    return StepRow(request, place - 1, 1, place, prefill=False)
+
+
 def test_the_arrays_of_a_step_say_what_each_request_asked() -> None:
     plain = Request.from_admit(admit(rid_of(1), [1, 2], 5, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=9), 0.0)
     rich = Request.from_admit(
@@ -282,7 +291,7 @@ def test_the_arrays_of_a_step_say_what_each_request_asked() -> None:
     rich.counts = TokenCounts(rich.ids[:3])
     for token in (8, 9, 9):
         rich.counts.add(token)
-    out = sampling_of([Draw(plain, 2), Draw(rich, 4)])
+    out = sampling_of([drawing(plain, 2), drawing(rich, 4)])
     assert out.temperature.tolist() == [0.5, 0.0] and out.top_k.tolist() == [3, 0] and out.seed.tolist() == [9, 0]
     assert out.top_p.tolist() == pytest.approx([0.9, 1.0]) and out.min_p.tolist() == pytest.approx([0.1, 0.0])
     assert out.logprobs is not None and out.logprobs.tolist() == [-1, 4]
@@ -291,9 +300,9 @@ def test_the_arrays_of_a_step_say_what_each_request_asked() -> None:
     assert out.bias_values is not None and out.bias_values.tolist() == [1.5, float("-inf")]
     assert out.count_starts is not None and out.count_starts.tolist() == [0, 0, 3]
     assert dict(zip(out.count_ids.tolist(), out.counts.tolist(), strict=True)) == {7: 0, 8: 1, 9: 2}  # type: ignore[union-attr]
-    late = sampling_of([Draw(rich, 5)])
+    late = sampling_of([drawing(rich, 5)])
     assert late.bias_ids is not None and late.bias_ids.tolist() == [4], "two tokens are drawn: the stop id is allowed"
-    bare = sampling_of([Draw(plain, 2)])
+    bare = sampling_of([drawing(plain, 2)])
     assert bare.logprobs is bare.bias_ids is bare.counts is bare.masks is None
 
 

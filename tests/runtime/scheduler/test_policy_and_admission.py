@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fleet_runtime.scheduler.admission import Capacity, Held, may_enter, overdue, refusal
+from fleet_runtime.scheduler.admission import Capacity, Held, lets_pass, may_enter, overdue, refusal
 from fleet_runtime.scheduler.policy import Limits, StepPlan, plan_step
 from fleet_runtime.scheduler.request import Kind
 
@@ -90,6 +90,24 @@ def test_shares_of_a_unified_worker(name: str, held: dict[Kind, tuple[int, int]]
         state.rows[k], state.pages[k] = rows, n
     state.prefill_legs = state.rows[Kind.PREFILL]
     assert may_enter(UNIFIED, state, kind, pages) is allowed, name
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "kind", "pages", "waits"),
+    [
+        ("decode legs wait", (0, 0), Kind.DECODE, 60, True),
+        ("prefill legs wait, where decode legs leave the elder its pages", (1, 40), Kind.PREFILL, 60, True),
+        ("prefill legs pass, where they do not", (1, 40), Kind.PREFILL, 61, False),
+        ("prefill legs pass, where decode legs have all rows", (4, 4), Kind.PREFILL, 60, False),
+        ("plain requests have an order of their own", (0, 0), Kind.PLAIN, 60, False),
+    ],
+)
+def test_who_waits_behind_the_elder(name: str, decode: tuple[int, int], kind: Kind, pages: int, waits: bool) -> None:
+    held = Held.nothing()
+    held.rows[Kind.DECODE], held.pages[Kind.DECODE] = decode
+    assert lets_pass(UNIFIED, held, kind, pages) is waits, name
+    held.prefill_legs = 1
+    assert may_enter(UNIFIED, held, Kind.PLAIN, 60, elder=True) is (decode[0] < 4), "the elder may use the share"
 
 
 def test_a_worker_with_one_role_keeps_no_share() -> None:

@@ -50,13 +50,17 @@ def test_a_request_is_answered_with_the_same_tokens_as_in_process(start: Start) 
     answer = worker.admit(rid_of(1), [7] * 40, 12)
     assert worker.wait_end(answer) == "length"
     assert answer.ids == VirtualScheduler().answer([7] * 40, 12)
-    assert answer.opened == m.OpenText(prompt_tail=[7] * 8, stop=[], prompt_tokens=40)
+    assert answer.opened == m.OpenText(prompt_tail=[7] * 8, stop=[], prompt_tokens=40, serial=1)
     assert all(32 <= token < 127 for token in answer.ids)
     worker.wait_idle()
     wait_for(lambda: worker.counters()["finished_requests_total"] == 1, "the counters reach the board")
     assert worker.counters()["prefilled_tokens_total"] == 40
     row = worker.board.row(m.SCHEDULER)
     assert row.phase == PHASE_READY and row.percent == 100 and row.silent_s() < 5 and row.steps > 0
+    enough = worker.admit(rid_of(2), [1] * 20, 2000)
+    wait_for(lambda: worker.pump() or enough.ids, "the second runs")
+    worker.send(m.Stopped(rid=rid_of(2), index=0))
+    assert worker.wait_end(enough) == "stop", "http may end a choice well"
 
 
 def test_mail_of_and_for_other_incarnations_is_dropped(start: Start) -> None:
@@ -190,7 +194,7 @@ def test_a_step_that_never_ends_stops_the_heart(start: Start) -> None:
 @pytest.mark.case("C85")
 def test_an_abort_is_answered_while_a_long_step_is_computed_and_its_pages_come_free_with_it(start: Start) -> None:
     """C85. Seen red with a loop that waits for its step: the abort was read when the step was over."""
-    worker = start(simulated_step_base_ms=2500)
+    worker = start(simulated_step_base_ms=1000)
     answer = worker.admit(rid_of(1), [1] * 20, 50)
     wait_for(lambda: worker.counters()["pages_request"] > 0, "the step is out")
     steps = worker.counters()["steps_total"]

@@ -12,7 +12,7 @@ import pytest
 CASES = Path(__file__).parents[2] / "cases.txt"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # pluggy keeps its plugins in sets
 class Verdicts:
     """A pytest plugin: the outcomes of each case's tests."""
 

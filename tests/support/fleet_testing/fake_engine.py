@@ -64,6 +64,18 @@ def hidden_of(token: int, position: int) -> F32:
     return np.array([token, position, token * position % 17, 1], dtype=np.float32)
 
 
+def plain_rows(sampling: Sampling) -> list[bool]:
+    """Rows without options: their token is `next_token`."""
+    out: list[bool] = (sampling.temperature == 0).tolist()
+    for starts in (sampling.bias_starts, sampling.count_starts):
+        if starts is not None:
+            out = [plain and not size for plain, size in zip(out, np.diff(starts).tolist(), strict=True)]
+    for wanted in (sampling.mask_rows, sampling.logprobs):
+        if wanted is not None:
+            out = [plain and n < 0 for plain, n in zip(out, wanted.tolist(), strict=True)]
+    return out
+
+
 class FakeEngine:
     """See the module. `tick` gets the seconds that a step takes."""
 
@@ -116,12 +128,11 @@ class FakeEngine:
         self.late_samples += 1
         tokens = np.zeros(len(batch.sample), dtype=np.int32)
         out = StepOutput(tokens, np.zeros(len(tokens), dtype=np.bool_) if self.failing is None else self.failing(batch))
-        plain = sampling.bias_ids is None and sampling.count_ids is None and sampling.masks is None and sampling.logprobs is None
         drawing = [row for row, draws in enumerate(batch.sample.tolist()) if draws]
-        temperature, slots = sampling.temperature.tolist(), batch.slots.tolist()
-        assert len(drawing) == len(temperature)
+        plain, slots, contexts = plain_rows(sampling), batch.slots.tolist(), self._contexts
+        assert len(drawing) == len(plain)
         for s, row in enumerate(drawing):
-            token = next_token(self._contexts[row]) if plain and temperature[s] == 0 else self._draw(row, s, sampling, out)
+            token = next_token(contexts[row]) if plain[s] else self._draw(row, s, sampling, out)
             tokens[row] = self._relay[slots[row]] = token
         self._prompt_logprobs(batch, out)
         self._pooled(batch, out)

@@ -95,6 +95,7 @@ class FakeScheduler:
         self.load()
         self.row.set(phase=hb.PHASE_READY, percent=100)
         info = m.SchedulerInfo(kv_capacity_tokens=4096, max_rows=8, bootstrap_port=1, transfer_port=2, load_port=3, transfer_backends=["tcp"])
+        info = msgspec.structs.replace(info, vocab_size=int(os.environ.get("FAKE_SCHEDULER_VOCAB", "0")))
         self.send(m.SUPERVISOR, m.Ready(who=m.SCHEDULER, pid=os.getpid(), scheduler_info=info))
         while True:
             self.row.beat()
@@ -135,8 +136,8 @@ class FakeScheduler:
                 self.fail(rid, index, 499, "aborted", message.reason)
         elif isinstance(message, m.Control):
             self.control(message)
-        elif isinstance(message, m.Stopped):
-            self.rows.pop((message.rid, message.index), None)
+        elif isinstance(message, m.Stopped) and (row := self.rows.pop((message.rid, message.index), None)) is not None:
+            self.send(m.DETOKENIZER, m.SampledBatch(items=[m.Sampled(message.rid, message.index, [], row.sent, "stop", 16)]))
 
     def control(self, message: m.Control) -> None:
         status, data = 200, {"op": message.op, "args": message.args}

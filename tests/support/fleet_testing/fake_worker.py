@@ -62,6 +62,7 @@ class Script:
     status: int = 200
     body: bytes | None = None  # None: a stream when the request asks for one, else a small JSON
     pieces: list[bytes] | None = None  # the stream's bytes as they are written
+    stream_type: str = "text/event-stream; charset=utf-8"
     headers: dict[str, str] = field(default_factory=dict)
     wait: asyncio.Event | None = None  # before anything is answered
     wait_after: tuple[int, asyncio.Event] | None = None  # after so many pieces
@@ -144,7 +145,11 @@ class FakeWorker:
             )
         )
         load_port = self._load.bind_to_random_port("tcp://127.0.0.1")
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        try:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        except OSError:
+            self._context.destroy(linger=0)
+            raise
         port = self._server.sockets[0].getsockname()[1]
         ports = Ports(internal=port, data=port, bootstrap=port + 1 if role != "decode" and port < 65535 else 0, load=load_port)
         self.record = msgspec.structs.replace(self.record, ports=ports)
@@ -161,7 +166,7 @@ class FakeWorker:
     @property
     def legs(self) -> list[Received]:
         """Requests that ask for an answer."""
-        return [r for r in self.received if r.path.startswith("/v1/")]
+        return [r for r in self.received if r.path.startswith(("/v1/", "/api/"))]
 
     async def stop(self) -> None:
         """Ends the server and every connection."""
@@ -269,7 +274,7 @@ class FakeWorker:
 
     async def _stream(self, script: Script, writer: asyncio.StreamWriter) -> bool:
         pieces = script.pieces if script.pieces is not None else [DEFAULT_STREAM]
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {script.stream_type}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for n, piece in enumerate(pieces):
             if script.wait_after is not None and n == script.wait_after[0]:
                 await writer.drain()

@@ -97,8 +97,7 @@ def mutant(rng: random.Random) -> tuple[str, bytes]:
 
 def _change(body: Any, rng: random.Random) -> None:
     """One value, key or name somewhere in the body."""
-    places = _places(body)
-    where, key = rng.choice(places) if places else (body, "x")
+    where, key = rng.choice(places(body) or [(body, "x")])
     kind = rng.random()
     if kind < 0.5:
         where[key] = copy.deepcopy(rng.choice(_NASTY))
@@ -115,12 +114,12 @@ def _change(body: Any, rng: random.Random) -> None:
         where[key] = deep
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
+def places(value: Any) -> list[tuple[Any, Any]]:
     """Container and key of each value in it."""
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     out = [(value, key) for key, _ in items]
     for _, item in items:
-        out += _places(item)
+        out += places(item)
     return out
 
 

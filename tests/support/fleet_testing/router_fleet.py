@@ -11,15 +11,16 @@ import httpx
 
 from fleet_contract.worker import FleetReport
 from fleet_router import reports
-from fleet_router.edge import Edge
+from fleet_router.single import Single
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_process import until
+from fleet_testing.split_edge import SplitEdge
 
 
 class Fleet:
     """An edge in this process, in front of workers."""
 
-    def __init__(self, edge: Edge, port: int, workers: list[FakeWorker]) -> None:
+    def __init__(self, edge: Single | SplitEdge, port: int, workers: list[FakeWorker]) -> None:
         self.edge = edge
         self.port = port
         self.workers = workers
@@ -53,7 +54,8 @@ class Fleet:
         return sum(w["state"] == "ready" for w in self.told())
 
     def counter(self, name: str) -> float:
-        return sum(v for n, _, v in reports.snapshot(self.brain, 0).counters if n == name)
+        counters = {self.brain.counters, self.edge.counters}  # the same with a brain beside the edge
+        return sum(v for c in counters for n, _, v in c.snapshot({}).counters if n == name)
 
     async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
         return await self.http.post(

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,18 @@ class RouterProcess:
 
     def child(self, module: str) -> psutil.Process | None:
         """The child process that runs a module, e.g. `fleet_router.edge`."""
+        return next(iter(self.children(module)), None)
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """All of them."""
+        out = []
         for p in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if module in p.cmdline():
-                    return p
+                    out.append(p)
             except psutil.Error:
                 continue
-        return None
+        return out
 
     async def is_ready(self) -> bool:
         try:
@@ -117,6 +124,15 @@ class RouterProcess:
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, f"left behind: {alive}"
         return code
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 on which nobody listens yet, and that nobody else is given meanwhile."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", 0))
+        yield s.getsockname()[1]
 
 
 def spawn(argv: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -35,6 +35,14 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -
         time.sleep(0.02)
 
 
+def _is_dead(process: psutil.Process) -> bool:
+    """Gone, or a zombie: whoever inherits it may take a second to look at it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Runtime:
     """One `radixfleet-runtime`. Use as a context manager; `fake` takes the scripted scheduler."""
 
@@ -74,9 +82,7 @@ class Runtime:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
-        for child in children:  # killed by the kernel with their parent
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.wait(10)
+        wait_for(lambda: all(map(_is_dead, children)), "the kernel has killed them with their parent", 10)
         if exc[0] is not None:
             sys.stderr.write(self.text_of_log()[-6000:])
 

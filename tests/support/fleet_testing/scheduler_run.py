@@ -124,7 +124,6 @@ class Run:
             if what < 0.5 and asked.answer.ids:
                 asked.stopped = True
                 scheduler.handle(m.Stopped(rid=rid, index=0))
-                asked.answer.ends.append("stop")
             else:
                 scheduler.handle(m.Abort(rid=rid))
         if (scheduler.paused and rng.random() < 0.8) or not self.worker.book.requests:

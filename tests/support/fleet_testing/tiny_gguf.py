@@ -45,7 +45,9 @@ def write_gguf(
     rope_factors: Any = None,
     add_bos: bool = False,
     heads: int | None = None,
+    pieces: tuple[list[str], list[int], list[float]] | None = None,
 ) -> None:
+    """pieces: tokens, types and scores of a SentencePiece vocabulary, in place of the byte-level one."""
     config, w = model.config, GGUFWriter(path, arch)
     w.add_block_count(config.num_hidden_layers)
     w.add_context_length(512)
@@ -58,12 +60,18 @@ def write_gguf(
     if getattr(config, "head_dim", None):
         w.add_key_length(config.head_dim)
         w.add_value_length(config.head_dim)
-    w.add_add_bos_token(add_bos)
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre(pre)
-    w.add_token_list(TOKENS)
-    w.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
-    w.add_token_merges(MERGES)
+    if pieces is None:
+        w.add_add_bos_token(add_bos)
+        w.add_tokenizer_model("gpt2")
+        w.add_tokenizer_pre(pre)
+        w.add_token_list(TOKENS)
+        w.add_token_types([3] * len(SPECIALS) + [1] * (len(TOKENS) - len(SPECIALS)))
+        w.add_token_merges(MERGES)
+    else:
+        w.add_tokenizer_model("llama")
+        w.add_token_list(pieces[0])
+        w.add_token_types(pieces[1])
+        w.add_token_scores(pieces[2])
     w.add_bos_token_id(1)
     w.add_eos_token_id(2)
     w.add_unk_token_id(0)

@@ -1,0 +1,203 @@
+"""Every path of the data port in one table: method, who answers it, and how its body tells model, prompt and expected length. Pure.
+
+Called by `body` and `service`. How a path's streams end and its errors look is its dialect's (`dialects`). Wrong types give no prompt: the
+worker then says best what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import msgspec
+
+from fleet_contract import names
+from fleet_contract.errors import ApiError
+from fleet_text import anthropic_chat, ollama_chat
+from fleet_text.chat import CHAT_FIELDS, ChatInputs, PromptError, chat_inputs
+
+DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
+MAX_ANSWER_TOKENS: Final = 1 << 20
+MAX_CHOICES: Final = 128  # more is refused by the runtime
+Fields = Mapping[str, msgspec.Raw]
+_any = msgspec.json.Decoder()
+
+
+class Kind(StrEnum):
+    """Who answers."""
+
+    GENERATE = "generate"  # a unified worker, or a pair
+    EMBED = "embed"  # a worker that computes prompts: prefill or unified
+    ANY = "any"  # whoever is ready: nothing is computed
+    LOCAL = "local"  # the router itself
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt as a text without a template."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """A batch of prompts: the worker tokenises it."""
+
+    count: int
+
+
+What = ChatInputs | Text | list[int] | Several
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One row. `prompt` is None where no prompt decides the choice of a worker."""
+
+    path: str
+    kind: Kind
+    method: str = "POST"
+    prompt: Callable[[Fields], What | None] | None = None
+    answer: Callable[[Fields], int | None] = lambda fields: None  # most tokens of the answer
+    streams: bool = False  # unless the body says no
+    model_names: tuple[str, ...] = ("model",)
+    model_required: bool = True
+    is_asked: Callable[[Fields], bool] = lambda fields: True  # False: there is nothing to compute, whoever is ready answers
+    engines: tuple[str, ...] = ()  # that have it; all when empty
+
+
+def scalar(fields: Fields, name: str) -> Any:
+    """A top-level value; a container is no scalar, whatever it holds."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    text = bytes(raw)
+    return {} if text[:1] in (b"{", b"[") else _any.decode(text)
+
+
+def prompt_of(path: Path, fields: Fields) -> What | None:
+    """The prompt of a body; None when it has none that can be read here."""
+    if path.prompt is None:
+        return None
+    try:
+        return path.prompt(fields)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, PromptError, ApiError, RecursionError):
+        return None  # malformed in a way that the worker says best (msgspec's errors are ValueErrors)
+
+
+def _decoded(fields: Fields, wanted: Sequence[str]) -> dict[str, Any]:
+    return {name: _any.decode(fields[name]) for name in wanted if name in fields}
+
+
+def _chat(fields: Fields) -> What | None:
+    return chat_inputs(_decoded(fields, CHAT_FIELDS))
+
+
+def _completion(fields: Fields) -> What | None:
+    return _input(fields, "prompt")
+
+
+def _embedding(fields: Fields) -> What | None:
+    return _input(fields, "input")
+
+
+def _input(fields: Fields, name: str) -> What | None:
+    """A text, ids, or a batch of those."""
+    special = scalar(fields, "add_special_tokens")
+    return _one_or_several(_any.decode(fields[name]), special is not False)
+
+
+def _one_or_several(given: Any, special: bool) -> What | None:
+    if isinstance(given, str):
+        return Text(given, special)
+    if _is_ids(given):
+        return list(given)
+    if isinstance(given, list) and given and all(isinstance(t, str) or _is_ids(t) for t in given):
+        return _one_or_several(given[0], special) if len(given) == 1 else Several(len(given))
+    return None
+
+
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t < 2**32 for t in given)
+
+
+def _messages(fields: Fields) -> What | None:
+    return chat_inputs(anthropic_chat.chat_of(_decoded(fields, anthropic_chat.FIELDS)))
+
+
+def _ollama_chat(fields: Fields) -> What | None:
+    return chat_inputs(ollama_chat.chat_of(_decoded(fields, ollama_chat.FIELDS)))
+
+
+def _ollama_generate(fields: Fields) -> What | None:
+    body = _decoded(fields, ollama_chat.FIELDS)
+    if scalar(fields, "raw") is True:
+        return Text(body["prompt"]) if isinstance(body["prompt"], str) else None
+    return chat_inputs(ollama_chat.prompt_of(body))
+
+
+def _ollama_embed(fields: Fields) -> What | None:
+    given = _any.decode(fields["input" if "input" in fields else "prompt"])
+    return _one_or_several(given, True) if not _is_ids(given) else None
+
+
+def _chat_answer(fields: Fields) -> int | None:
+    wanted = scalar(fields, "max_completion_tokens")
+    return wanted if wanted is not None else _max_tokens(fields)
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    wanted = scalar(fields, "max_tokens")
+    return wanted if isinstance(wanted, int) else None
+
+
+def _responses_answer(fields: Fields) -> int | None:
+    wanted = scalar(fields, "max_output_tokens")
+    return wanted if isinstance(wanted, int) else None
+
+
+def _ollama_answer(fields: Fields) -> int | None:
+    options = _any.decode(fields["options"]) if "options" in fields else None
+    wanted = options.get("num_predict") if isinstance(options, dict) else None
+    return wanted if isinstance(wanted, int) else None
+
+
+def _has(name: str) -> Callable[[Fields], bool]:
+    """Ollama's clients load a model by a request without a prompt."""
+    return lambda fields: name in fields and bytes(fields[name]) not in (b"null", b"[]", b'""')
+
+
+CHAT: Final = Path("/v1/chat/completions", Kind.GENERATE, prompt=_chat, answer=_chat_answer)
+COMPLETIONS: Final = Path("/v1/completions", Kind.GENERATE, prompt=_completion, answer=_max_tokens)
+_OURS: Final = (names.ENGINE_OURS,)
+_OTHERS: Final = (names.ENGINE_VLLM, names.ENGINE_SGLANG)
+_POSTS: Final = (
+    CHAT,
+    COMPLETIONS,
+    Path("/v1/messages", Kind.GENERATE, prompt=_messages, answer=_max_tokens),
+    Path("/api/chat", Kind.GENERATE, prompt=_ollama_chat, answer=_ollama_answer, streams=True, is_asked=_has("messages"), engines=_OURS),
+    Path("/api/generate", Kind.GENERATE, prompt=_ollama_generate, answer=_ollama_answer, streams=True, is_asked=_has("prompt"), engines=_OURS),
+    Path("/v1/responses", Kind.GENERATE, answer=_responses_answer, engines=_OTHERS),
+    Path("/v1/embeddings", Kind.EMBED, prompt=_embedding),
+    Path("/api/embed", Kind.EMBED, prompt=_ollama_embed, engines=_OURS),
+    Path("/api/embeddings", Kind.EMBED, prompt=_ollama_embed, engines=_OURS),
+    Path("/v1/rerank", Kind.EMBED, engines=_OTHERS),
+    Path("/v1/score", Kind.EMBED, engines=_OTHERS),
+    Path("/v1/messages/count_tokens", Kind.ANY),
+    Path("/api/show", Kind.ANY, model_names=("model", "name"), engines=_OURS),
+    Path("/tokenize", Kind.ANY, model_required=False),
+    Path("/detokenize", Kind.ANY, model_required=False),
+)
+_GETS: Final = ("/v1/models", "/api/tags", "/api/ps", "/api/version", "/livez", "/readyz", "/health")
+MODELS_PREFIX: Final = "/v1/models/"
+PATHS: Final[Mapping[str, Path]] = {p.path: p for p in (*_POSTS, *(Path(path, Kind.LOCAL, "GET") for path in _GETS))}
+OPEN: Final = ("/livez", "/readyz", "/health")  # without an API key: a probe has none
+_ONE_MODEL: Final = Path(MODELS_PREFIX + "{id}", Kind.LOCAL, "GET")
+
+
+def find_path(path: str) -> Path | None:
+    """The row of a request's path."""
+    found = PATHS.get(path)
+    return _ONE_MODEL if found is None and path.startswith(MODELS_PREFIX) else found
