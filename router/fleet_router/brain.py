@@ -204,20 +204,22 @@ class Brain:
         if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
-        if self.deciding.pool(key) is None:
+        pool = self.deciding.pool(key)
+        if pool is None:
             return None
-        now = self.clock()
-        future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        exclude = frozenset(w.slot for w in want.exclude if not w.removed)
-        request = Waiting(
-            _ask(want), want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future),
-        )  # fmt: skip
-        try:
-            decision = self.deciding.offer(key, request, now)
-        except QueueFull as e:
-            raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
+        exclude = frozenset([w.slot for w in want.exclude if not w.removed]) if want.exclude else frozenset()
+        if exclude and not pool.without(exclude).is_usable:
+            return self.pick(want)  # the others failed too often of late: still rather one of them than the same again
+        now, ask = self.clock(), _ask(want)
+        decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude)
         if decision is not None:
             return self._lease(want, decision)
+        future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
+        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future))
+        try:
+            self.deciding.wait(key, request)
+        except QueueFull as e:
+            raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
         self._look_soon()
         self._set_timer()
         return Turn(key, request, future)

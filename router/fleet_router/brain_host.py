@@ -1,4 +1,4 @@
-"""A brain with its senses: registry, load reports, KV events. The same in a process of its own (`brain_process`) and beside one edge (`single`)."""
+"""A brain with its senses: registry and load reports. The same in a process of its own (`brain_process`) and beside one edge (`single`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
 from fleet_router.registry import Endpoint, Registry
 from fleet_router.settings import Settings, split_url
+from fleet_router.static_workers import StaticWorkers
 
 
 class BrainHost:
@@ -22,8 +23,9 @@ class BrainHost:
         self.brain = Brain(settings, counters, asyncio.get_running_loop().time)
         self.registry = Registry(pool, poll_interval_s=settings.poll_interval, on_change=self._endpoint_changed, on_load=self.brain.take_load)
         self.registry.on_polled = self.brain.take_polled
-        self.kv_reader = KvReader(self.brain)
+        self.static_workers = StaticWorkers(self.brain, self.registry)
         self._on_ready = on_ready
+        self.kv_reader = KvReader(self.brain)
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect

@@ -16,6 +16,7 @@ from fleet_contract.worker import ProbeAnswer, ProbeRequest
 from fleet_router import metrics
 from fleet_router.link import LinkClient
 from fleet_router.messages import Reply
+from fleet_router.workers_api import add_workers_api
 
 JSON: Final = "application/json"
 MAX_PROBE_BYTES: Final = 64 << 10
@@ -35,6 +36,7 @@ def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
     _add_health(app, link)
     _add_tables(app, link, max_body_bytes)
     _add_dashboard(app)
+    add_workers_api(app, link)
     return app
 
 

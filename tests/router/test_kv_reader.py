@@ -210,6 +210,12 @@ def test_r5_an_event_that_cannot_be_used_costs_itself_and_is_counted_by_its_reas
     assert index.held_tokens(0) == 64
 
 
+def test_the_epoch_of_a_stream_is_known_of_our_own_runtime_alone() -> None:
+    ours = WorkerRecord(incarnation="00000000000000ff")
+    assert Writer(EventBook(PrefixIndex()), 0, ours, print).epoch == 255
+    assert Writer(EventBook(PrefixIndex()), 0, msgspec.structs.replace(ours, engine="vllm"), print).epoch is None
+
+
 @pytest.mark.rule("R15")
 async def test_r15_an_idle_stream_costs_one_short_look_per_heartbeat(
     publisher: MakePublisher, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
