@@ -373,6 +373,7 @@ def test_an_engine_without_a_replay_port_is_believed_from_its_first_message_on(f
     assert world.follower.trust == (follow.HISTORY if first else follow.LIVE) and world.claimed() == (set() if first else {(1,)})
 
 
+@pytest.mark.rule("R4")
 def test_a_lost_message_is_brought_by_a_replay_and_nothing_is_read_twice() -> None:
     world = World()
     world.pump()
@@ -385,6 +386,7 @@ def test_a_lost_message_is_brought_by_a_replay_and_nothing_is_read_twice() -> No
     assert (world.follower.gaps, world.questions, world.counts["event_replays_total"]) == (1, 2, 1)
 
 
+@pytest.mark.rule("R4")
 def test_what_a_gap_left_wrong_is_forgotten_in_time_though_nobody_answers() -> None:
     world = World()
     world.engine.store((1,))
@@ -411,6 +413,7 @@ def test_a_replay_that_lost_its_beginning_makes_a_snapshot() -> None:
     assert world.claimed() == set(PROMPTS) and world.counts["event_snapshots_total"] == 2
 
 
+@pytest.mark.rule("R4")
 def test_a_restarted_engine_is_found_out_by_its_last_message_though_its_numbers_fit() -> None:
     world = World(ours=False)
     world.pump()
@@ -427,6 +430,7 @@ def test_a_restarted_engine_is_found_out_by_its_last_message_though_its_numbers_
     assert world.claimed() == world.engine.held and world.follower.trust == follow.LIVE
 
 
+@pytest.mark.rule("R4")
 def test_a_restart_is_a_clear_at_once_even_while_nothing_can_be_asked() -> None:
     world = World()
     world.pump()
@@ -472,6 +476,7 @@ def test_a_short_silence_costs_nothing() -> None:
     assert world.index.hits(CHAINS[(1,)][STRIDE - 1 :: STRIDE], 1)[0][0] == 64
 
 
+@pytest.mark.rule("R4")
 @pytest.mark.parametrize("answering", ["whole", "nothing"])
 def test_an_endless_gap_costs_a_bounded_number_of_questions(answering: str) -> None:
     world = World()

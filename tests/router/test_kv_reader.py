@@ -59,6 +59,7 @@ async def until_live(fleet: Fleet) -> None:
     await until(lambda: all(w["events"]["trust"] == "live" for w in fleet.told()), "all streams are believed")
 
 
+@pytest.mark.rule("R5")
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_r5_what_an_engine_held_before_and_tells_then_is_known(
@@ -80,6 +81,7 @@ async def test_r5_what_an_engine_held_before_and_tells_then_is_known(
     await fleet.idle()
 
 
+@pytest.mark.rule("R4")
 async def test_r4_lost_messages_are_fetched(publisher: MakePublisher, make_fleet: MakeFleet) -> None:
     engine = await publisher()
     fleet = await make_fleet(engine.worker)
@@ -94,6 +96,7 @@ async def test_r4_lost_messages_are_fetched(publisher: MakePublisher, make_fleet
     await until_live(fleet)
 
 
+@pytest.mark.rule("R7")
 async def test_r7_nothing_of_an_engine_s_old_life_is_believed_after_its_restart(publisher: MakePublisher, make_fleet: MakeFleet) -> None:
     engine = await publisher()
     await engine.store(PROMPT)
@@ -107,6 +110,8 @@ async def test_r7_nothing_of_an_engine_s_old_life_is_believed_after_its_restart(
     await fleet.idle()
 
 
+@pytest.mark.rule("R33")
+@pytest.mark.rule("R32")
 async def test_r33_r32_a_new_router_knows_what_the_old_one_knew(publisher: MakePublisher, make_fleet: MakeFleet) -> None:
     engines = [await publisher(), await publisher(SGLANG)]
     fleet = await make_fleet(*(e.worker for e in engines))
@@ -123,6 +128,7 @@ async def test_r33_r32_a_new_router_knows_what_the_old_one_knew(publisher: MakeP
     assert seen[0] == seen[1] and sorted(hit for _, hit, _ in seen[0]) == [0, 640], "two routers decide alike"
 
 
+@pytest.mark.rule("R34")
 async def test_r34_a_publisher_that_stops_is_seen_and_its_worker_serves_on(publisher: MakePublisher, make_fleet: MakeFleet) -> None:
     engines = [await publisher(), await publisher()]
     fleet = await make_fleet(*(e.worker for e in engines))
@@ -181,6 +187,7 @@ def test_a_batch_is_written_in_pieces_however_long_its_events_are() -> None:
     assert index.hit_blocks(0, chain_hashes(tokens, namespace_hash("m"))[STRIDE - 1 :: STRIDE]) == 6250 // STRIDE
 
 
+@pytest.mark.rule("R5")
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
@@ -203,6 +210,13 @@ def test_r5_an_event_that_cannot_be_used_costs_itself_and_is_counted_by_its_reas
     assert index.held_tokens(0) == 64
 
 
+def test_the_epoch_of_a_stream_is_known_of_our_own_runtime_alone() -> None:
+    ours = WorkerRecord(incarnation="00000000000000ff")
+    assert Writer(EventBook(PrefixIndex()), 0, ours, print).epoch == 255
+    assert Writer(EventBook(PrefixIndex()), 0, msgspec.structs.replace(ours, engine="vllm"), print).epoch is None
+
+
+@pytest.mark.rule("R15")
 async def test_r15_an_idle_stream_costs_one_short_look_per_heartbeat(
     publisher: MakePublisher, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

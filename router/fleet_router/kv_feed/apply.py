@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from fleet_contract.kv_events import Batch, Cleared, Removed, Stored, epoch_of
-from fleet_contract.names import PAGE_SIZE
+from fleet_contract.names import ENGINE_OURS, PAGE_SIZE
 from fleet_contract.prefix import namespace_hash
 from fleet_contract.worker import WorkerRecord
 from fleet_router.decide import events
@@ -67,7 +67,7 @@ class Writer:
         self._rank = record.rank
         self._model_revision = record.model_revision
         self._bad = bad
-        self.epoch = epoch_of(record.incarnation) if record.incarnation else None
+        self.epoch = epoch_of(record.incarnation) if tells_epochs(record) else None
         self.overflow = False  # more blocks than the worker has: the stream is wrong
 
     def is_of_another_life(self, batch: Batch) -> bool:
@@ -130,6 +130,11 @@ class Writer:
             tokens = () if chains else event.tokens[at * size : to * size]
             yield events.Stored(tier, event.group or 0, hashes, parent, size, namespace, tokens, chains[at:to])
             parent = hashes[-1]
+
+
+def tells_epochs(record: WorkerRecord) -> bool:
+    """It is our runtime: its events name the incarnation, its topic the pod. The incarnations of other engines are made by the router."""
+    return record.engine == ENGINE_OURS and bool(record.incarnation)
 
 
 def _own_chains(event: Stored) -> Sequence[int]:

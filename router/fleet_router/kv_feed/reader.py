@@ -21,7 +21,7 @@ from fleet_contract.wire import WireError
 from fleet_router.brain import Brain
 from fleet_router.decide.events import EventBook
 from fleet_router.kv_feed import follow
-from fleet_router.kv_feed.apply import ORPHAN, UNREADABLE, Content, Writer
+from fleet_router.kv_feed.apply import ORPHAN, UNREADABLE, Content, Writer, tells_epochs
 from fleet_router.kv_feed.follow import Follower, Question
 from fleet_router.worker import Worker
 
@@ -179,7 +179,7 @@ class _Feed:
     def start(self) -> None:
         """Subscribes, then begins."""
         record = self.worker.record
-        self._live.setsockopt(zmq.SUBSCRIBE, kv_topic(record.pod_uid, record.model_revision) if record.incarnation else b"")
+        self._live.setsockopt(zmq.SUBSCRIBE, kv_topic(record.pod_uid, record.model_revision) if tells_epochs(record) else b"")
         self._live.connect(_address(self.worker.host, record.ports.events))
         self.follower.start(self._now())
         self._follow()
