@@ -115,10 +115,10 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revis
     estimate = Prompt(max(1, size // 4))
     if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
         return estimate
-    salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
-    namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
-    choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
     try:
+        salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
+        namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
+        choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
         if size > INLINE_CHAT_BYTES:
             ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
         else:
@@ -131,7 +131,7 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revis
             else:
                 ids, keys, several = _encode(what, encoder, namespace, chains)
     except (PromptError, TypeError, ValueError, RecursionError):
-        return estimate  # the model's template refuses it: the runtime says why
+        return estimate  # no JSON, or the model's template refuses it: the runtime says why
     if not several:
         return estimate
     choices = min(MAX_CHOICES, choices * several)

@@ -332,8 +332,11 @@ class Pool:
             handle.task = None
             handle.on_lost(_connect_error(address, e))
             return
-        self._open.add(connection)
         handle.task = None
+        if connection.transport is None:  # it was reset before this task had its turn
+            handle.on_lost(errors.worker_unreachable(f"{address[0]}:{address[1]}", "the connection was reset at once"))
+            return
+        self._open.add(connection)
         if handle.done:
             connection.close()
             return

@@ -23,7 +23,8 @@ from fleet_contract.worker import Ports, Profile, WorkerRecord
 from fleet_router.body import Prompt, parse_body, read_prompt
 from fleet_router.decide.keys import STRIDE
 from fleet_router.http_client import Connection
-from fleet_router.http_server import DataProtocol, Exchange, Request, ServerState
+from fleet_router.http_request import Request
+from fleet_router.http_server import DataProtocol, Exchange, ServerState
 from fleet_router.lease import Want
 from fleet_router.paths import CHAT
 from fleet_router.registry import Endpoint

@@ -28,8 +28,10 @@ def split(data: bytes, rng: random.Random) -> list[bytes]:
     return [p for p in (data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)) if p]
 
 
+@pytest.mark.case("C44")
 @pytest.mark.rule("R21")
 async def test_a_stream_arrives_byte_for_byte_however_it_is_split(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """Red with `data.strip()` in `Attempt._forward`: a piece that ends between two events loses its end."""
     worker = await make_worker()
     fleet = await make_fleet(worker)
     rng = random.Random(7)
@@ -76,8 +78,10 @@ async def test_malformed_messages_go_to_the_runtime_as_they_are(make_worker: Mak
     assert worker.legs[0].ids is None and worker.legs[0].header("content-type") == "application/json"
 
 
+@pytest.mark.case("C41")
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429])
 async def test_a_worker_s_refusal_arrives_unchanged_and_is_not_tried_again(status: int, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """Red with `exchange.fail(failure.error)` for every failure in `DataService._answer_failure`."""
     workers = [await make_worker(), await make_worker()]
     fleet = await make_fleet(*workers)
     body = error_body("some_code", "exactly this")

@@ -12,7 +12,9 @@ WITH_USAGE = sse({"choices": [{"index": 0, "delta": {"content": "é"}}]}, {"choi
 
 
 @pytest.mark.rule("R22")
+@pytest.mark.case("C44")
 async def test_usage_is_found_wherever_the_stream_is_split(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """Red with the last piece alone in `tail` of `Attempt._learn_from_stream`."""
     worker = await make_worker()
     fleet = await make_fleet(worker)
     for at in range(1, len(WITH_USAGE)):

@@ -74,6 +74,13 @@ def choices(parsed: Parsed) -> int:
     return max([1, *counts]) * prompts
 
 
+def check_pair_path(parsed: Parsed) -> None:
+    """Raises ApiError for what prefill and decode servers do not share."""
+    if parsed.route not in (CHAT, COMPLETIONS):
+        text = f"{parsed.path} needs a worker of this engine that serves alone; its prefill/decode pairs take {CHAT.path} and {COMPLETIONS.path}"
+        raise ApiError(400, text, code="unsupported_by_pair")
+
+
 def value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
     """One decoded field; None when it is missing."""
     raw = fields.get(name)

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -173,7 +174,12 @@ class Load:
         client = self._take()
         is_new = client is None
         if client is None:
-            _, client = await loop.create_connection(Client, "127.0.0.1", self._port)
+            try:
+                _, client = await loop.create_connection(Client, "127.0.0.1", self._port)
+            except OSError as e:
+                chaos.ended["no connection"] += 1
+                chaos.unexpected.append(f"a client could not connect: {e}")
+                return
             chaos.slowest_connect_s = max(chaos.slowest_connect_s, loop.time() - began)
             began = loop.time()
         stream = rng.random() < STREAMS
@@ -240,6 +246,7 @@ def _come_back(away: list[tuple[float, CheapWorker]], now: float) -> None:
 async def chaos(folder: Path, seconds: float, rate: float, *, seed: int = 0, kill_every_s: float = 2.0) -> Chaos:
     """The whole of it."""
     out, rng = Chaos(seconds=seconds), random.Random(seed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)  # a stall is no end of files
     tokenizer = tokenizer_file(folder, tiny_tokenizer_zip())
     workers = [CheapWorker(folder, tokenizer, role=role, **CHANCES).start() for role in ROLES]
     router: RouterProcess | None = None
