@@ -1,13 +1,23 @@
-"""The head of a client's request: what it says, and what of it is refused before a byte of its body is read. Pure; used by `http_server`."""
+"""The head of a client's request: what it says, and what of it is refused before a byte of its body is read; how an answer's begins.
+
+Pure; used by `http_server`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from fleet_contract.errors import ApiError
 
 INVALID: Final = "invalid_http"
+_REASONS: Final = {
+    200: b"OK", 204: b"No Content", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
+    408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
+    422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
+    502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
+}  # fmt: skip
 _HOST_BYTES: Final = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~%!$&'()*+;=:[]"  # RFC 3986, 3.2.2 and 3.2.3
 
 
@@ -73,3 +83,9 @@ def body_too_large(length: int | None, limit: int) -> ApiError:
     """413. length: None when it came in chunks."""
     got = f"{length} bytes" if length is not None else "longer"
     return ApiError(413, f"the request body is {got}; at most {limit} bytes are allowed (--max-body-bytes of the router)", code="body_too_large")
+
+
+@lru_cache(maxsize=512)  # the type is the worker's own word
+def answer_begin(status: int, content_type: bytes) -> bytes:
+    """An answer's head up to the request id."""
+    return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: " % (status, _REASONS.get(status, b"Status"), content_type)

@@ -19,7 +19,7 @@ import httptools
 
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
-from fleet_router.http_head import INVALID, Head, body_too_large, path_of
+from fleet_router.http_head import INVALID, Head, answer_begin, body_too_large, path_of
 from fleet_router.http_request import Limits, Request
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,6 @@ MAX_KNOWN_HEAD: Final = 2 << 10  # bytes of each
 MAX_BETWEEN_CHUNKS: Final = 64 << 10  # bytes of a body's framing beyond what its chunks need
 CHUNK_FRAMING: Final = 16  # bytes that a chunk's size and line ends may take
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
-
-_REASONS: Final = {
-    200: b"OK", 204: b"No Content", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
-    408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
-    422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
-    502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
-}  # fmt: skip
 
 
 Handler = Callable[[Request, "Exchange"], Coroutine[Any, Any, None]]
@@ -151,24 +144,12 @@ class Exchange:
     def _head(self, status: int, content_type: bytes, extra: tuple[tuple[bytes, bytes], ...], framing: bytes) -> bytes:
         request = self.request
         keep = request.keep_alive = request.keep_alive and not self._protocol.state.draining
-        begin = _begins.get((status, content_type))
-        if begin is None:
-            begin = _begin_of(status, content_type)
+        begin = answer_begin(status, content_type)
         end = b"\r\n" if keep and request.head.version == "1.1" else b"Connection: keep-alive\r\n\r\n" if keep else b"Connection: close\r\n\r\n"
         if extra:
             end = b"".join([b"%b: %b\r\n" % pair for pair in extra]) + end
         more = self._protocol.state.more_head(request)
         return b"%b%b\r\n%b%b%b%b" % (begin, request.request_id.encode(), framing, more, self.head_lines, end)
-
-
-_begins: Final[dict[tuple[int, bytes], bytes]] = {}  # heads of answers up to the request id
-
-
-def _begin_of(status: int, content_type: bytes) -> bytes:
-    begin = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: " % (status, _REASONS.get(status, b"Status"), content_type)
-    if len(_begins) < MAX_HEADS:  # the type is the worker's own word
-        _begins[status, content_type] = begin
-    return begin
 
 
 class DataProtocol(asyncio.Protocol):
