@@ -124,7 +124,7 @@ class Step {
 
   // Multiplies rows with w; `done` as in multiply().
   template <class Make, class Done>
-  void linear(Kind kind, const Matrix& w, int rows, const Make& make, const Done& done) {
+  void linear(Kind kind, const Matrix& w, int rows, const Make& make, const Target& target, const Done& done) {
     if (rows == 0) return;
     Input<Make> input{*this, rows, w.kp, make, {}};
     size_t size = static_cast<size_t>(rows) * static_cast<size_t>(w.kp), groups = static_cast<size_t>(w.groups());
@@ -141,14 +141,14 @@ class Step {
       turn_.share(kInput, rows, 4, [&](int64_t begin, int64_t end) { input.fill(static_cast<int>(begin), static_cast<int>(end)); });
       input.ready = true;
     }
-    multiply_shared(kind, w, rows, [&]() -> const Rows& { return input.get(); }, done);
+    multiply_shared(kind, w, rows, [&]() -> const Rows& { return input.get(); }, target, done);
   }
 
   template <class Get, class Done>
-  void multiply_shared(Kind kind, const Matrix& w, int rows, const Get& get, const Done& done) {
+  void multiply_shared(Kind kind, const Matrix& w, int rows, const Get& get, const Target& target, const Done& done) {
     int piece = std::max(1, w.panels / (e_.pool.threads() * 12));
     if (rows == 1) piece = (piece + 1) / 2 * 2;
-    turn_.share(kind, w.panels, piece, [&](int64_t begin, int64_t end) { multiply(w, static_cast<int>(begin), static_cast<int>(end), get(), rows, done); });
+    turn_.share(kind, w.panels, piece, [&](int64_t begin, int64_t end) { multiply(w, static_cast<int>(begin), static_cast<int>(end), get(), rows, target, done); });
   }
 
   auto normed(const float* source, const float* weight) {
@@ -173,6 +173,7 @@ class Step {
     const int rows = live_;
     float* to = post_norm != nullptr ? e_.branch.data() : e_.x.data();
     const size_t ld = static_cast<size_t>(e_.hp);
+    const Target target{to, ld * sizeof(float), kPanel * sizeof(float)};
     auto done = [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++)
         for (int c = 0; c < 2; c++) {
@@ -183,12 +184,12 @@ class Step {
         }
     };
     if (w.int8) {
-      linear(kind, w, rows, [&](int r, Act*, int8_t* q, Group* groups) { quantise_row(f + static_cast<size_t>(r) * static_cast<size_t>(w.kp), w.k, kGroup, q, groups); }, done);
+      linear(kind, w, rows, [&](int r, Act*, int8_t* q, Group* groups) { quantise_row(f + static_cast<size_t>(r) * static_cast<size_t>(w.kp), w.k, kGroup, q, groups); }, target, done);
     } else {
       Rows x;
       x.act = act;
       x.ld = static_cast<size_t>(w.kp);
-      multiply_shared(kind, w, rows, [&]() -> const Rows& { return x; }, done);
+      multiply_shared(kind, w, rows, [&]() -> const Rows& { return x; }, target, done);
     }
     if (post_norm == nullptr) return;
     turn_.share(kNorm, rows, 4, [&](int64_t begin, int64_t end) {
@@ -205,7 +206,8 @@ class Step {
     Layer& w = e_.layers[static_cast<size_t>(l)];
     const int rows = s_.tokens;
     const size_t ld = static_cast<size_t>(w.qkv.panels) * kPanel;
-    linear(kQkv, w.qkv, rows, normed(e_.x.data(), w.input_norm), [&](const float* tile, int count, int row, int panel) {
+    const Target target{e_.qkv.data(), ld * sizeof(float), kPanel * sizeof(float)};
+    linear(kQkv, w.qkv, rows, normed(e_.x.data(), w.input_norm), target, [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++)
         for (int c = 0; c < 2; c++) {
           V v = vload(tile + m * 32 + c * 16);
@@ -235,7 +237,9 @@ class Step {
   }
 
   void mlp(const Layer& w, int rows) {
-    linear(kGateUp, w.gate_up, rows, normed(e_.x.data(), w.mlp_norm), [&](const float* tile, int count, int row, int panel) {
+    const size_t size = e_.d.int8 ? sizeof(float) : sizeof(Act);
+    const void* to = e_.d.int8 ? static_cast<const void*>(e_.hidden_f.data()) : e_.hidden.data();
+    linear(kGateUp, w.gate_up, rows, normed(e_.x.data(), w.mlp_norm), Target{to, static_cast<size_t>(e_.ip) * size, kPanel / 2 * size}, [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++) {
         V gate = vload(tile + m * 32), up = vload(tile + m * 32 + 16);
         if (w.gate_up.bias != nullptr) {
@@ -311,7 +315,7 @@ class Step {
     auto make = [&](int r, Act* act, int8_t* q, Group* groups) {
       make_normed(hidden_of(tokens[r]), e_.final_norm, act, q, groups);
     };
-    linear(kHead, e_.head, rows, make, [&](const float* tile, int count, int row, int panel) {
+    linear(kHead, e_.head, rows, make, Target{logits, ld * sizeof(float), kPanel * sizeof(float)}, [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++)
         for (int c = 0; c < 2; c++) {
           V v = vload(tile + m * 32 + c * 16);

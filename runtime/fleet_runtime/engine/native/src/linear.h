@@ -126,7 +126,7 @@ struct Tiles {
   TileInt8 wide_int8[2];
 };
 extern const Tiles kTiles;
-constexpr int kManyTiles = 16;  // of rows: from so many on, what one of them fetches ahead is too little to be spread over its work
+constexpr int kManyTiles = 16, kApart = 4;  // with so many tiles of rows only every fourth fetches ahead: it costs a little
 
 // One row: several panels at once as long as there are so many. Returns the first panel that is left.
 template <class Done>
@@ -146,24 +146,35 @@ int multiply_one(const Matrix& w, int begin, int end, const Rows& x, const Done&
   return begin;
 }
 
-// Computes panels [begin, end) for `rows` rows; `done(tile, rows, row, panel)` takes a tile [rows][32] of sums.
+// Where `done` will write: bytes from row to row, and of one panel of a row.
+struct Target {
+  const void* to;
+  size_t row, panel;
+};
+
+// Computes panels [begin, end) for `rows` rows; `done(tile, rows, row, panel)` takes a tile [rows][32] of sums, to write them to `target`.
 template <class Done>
-void multiply(const Matrix& w, int begin, int end, const Rows& x, int rows, const Done& done) {
+void multiply(const Matrix& w, int begin, int end, const Rows& x, int rows, const Target& target, const Done& done) {
   alignas(64) float tile[kMaxRows * kPanel];
   const int most = w.int8 ? kMaxRowsInt8 : kMaxRows, tiles = (rows + most - 1) / most;
-  const size_t bytes = w.panel_bytes(), part = (bytes / static_cast<size_t>(tiles) + 63) / 64 * 64;
-  const int each = tiles == 1 ? 2 : tiles < kManyTiles ? 1 : 0;
+  // Some or all tiles fetch a share each of the next panel.
+  const int apart = w.int8 || tiles < kManyTiles ? 1 : kApart, fetching = (tiles + apart - 1) / apart, each = tiles == 1 ? 2 : 1;
+  const size_t bytes = w.panel_bytes(), part = (bytes / static_cast<size_t>(fetching) + 63) / 64 * 64;
   for (int p = rows == 1 ? multiply_one(w, begin, end, x, done) : begin; p < end; p++) {
     const uint8_t* panel = w.data + static_cast<size_t>(p) * bytes;
     for (int t = 0; t < tiles; t++) {
       int row = static_cast<int>(static_cast<int64_t>(rows) * t / tiles), count = static_cast<int>(static_cast<int64_t>(rows) * (t + 1) / tiles) - row;
-      const char* next = reinterpret_cast<const char*>(panel + bytes) + static_cast<size_t>(t) * part;  // each tile fetches its share of the next panel
-      if (w.int8 || each == 0)
+      const char* next = reinterpret_cast<const char*>(panel + bytes) + static_cast<size_t>(t / apart) * part;
+      const char* to = static_cast<const char*>(target.to) + static_cast<size_t>(row) * target.row + static_cast<size_t>(p) * target.panel;
+      for (int m = 0; m < count; m++)  // lines that are not in a near cache would hold up the next tile when they are written
+        for (size_t i = 0; i < target.panel; i += 64) __builtin_prefetch(to + static_cast<size_t>(m) * target.row + i, 1);
+      if (w.int8) {
         for (size_t i = 0; i < part; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
-      if (w.int8)
         kTiles.int8[count - 1](w, p, x, row, tile);
-      else
-        kTiles.bf16[count - 1][each](reinterpret_cast<const bf16*>(panel), 0, x.act + static_cast<size_t>(row) * x.ld, x.ld, w.kp, tile, {next, 128 / static_cast<size_t>(tiles)});
+      } else {
+        TileBf16 run = kTiles.bf16[count - 1][t % apart == 0 ? each : 0];
+        run(reinterpret_cast<const bf16*>(panel), 0, x.act + static_cast<size_t>(row) * x.ld, x.ld, w.kp, tile, {next, 128 / static_cast<size_t>(fetching)});
+      }
       done(tile, count, row, p);
     }
   }
