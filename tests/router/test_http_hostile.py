@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -176,10 +177,12 @@ async def test_slow_clients_by_the_hundred_hinder_nobody(make_worker: MakeWorker
     async def drip(number: int, writer: asyncio.StreamWriter) -> None:
         data, ends = whole[number % 3], time.monotonic() + 5
         writer.write(data[:-20])
-        for byte in data[-20:]:
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.1)
-            assert time.monotonic() < ends
+        with contextlib.suppress(ConnectionError):  # the router has ended it
+            for byte in data[-20:]:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.1)
+                assert time.monotonic() < ends
 
     tasks = [asyncio.create_task(drip(n, writer)) for n, (_, writer) in enumerate(slow)]
     assert [(await fleet.post("/v1/completions", BODY)).status_code for _ in range(10)] == [200] * 10

@@ -248,7 +248,7 @@ async def test_the_index_follows_a_real_runtime(make_fleet: MakeFleet, tmp_path:
         for _ in range(2):
             answer = await fleet.post("/v1/completions", body)
             assert answer.status_code == 200, answer.text
-        await until(lambda: fleet.told()[0]["indexedTokens"] >= 640 and not fleet.inflight(), "its blocks are known")
+            await until(lambda: fleet.told()[0]["indexedTokens"] >= 640 and not fleet.inflight(), "its blocks are known")
         worker = fleet.brain.workers[0]
         assert not fleet.brain.index.is_by_history(worker.slot)
         assert fleet.counter("predicted_cached_tokens_total") > 0
