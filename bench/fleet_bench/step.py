@@ -1,13 +1,18 @@
-"""`radixfleet bench step`: asks a running worker where the time of its steps goes, and prints it."""
+"""`radixfleet bench step`: asks a running worker where the time of its steps goes, and prints it.
+
+With `--kernels` it becomes the native executor's own program instead, which computes steps without a worker and tells which kernels take their time.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +22,7 @@ from fleet_bench.client import CannotConnect, Client, ConnectionLost, Endpoint, 
 from fleet_bench.report import write_json
 
 PATH: Final = "/profile"
+KERNELS: Final = "--kernels"
 EXECUTOR: Final = "executor"  # the stage that computes; all others are the scheduler's share
 
 
@@ -81,12 +87,16 @@ def table(profile: StepProfile) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 printed, 1 no profile, 2 wrong usage."""
+    if KERNELS in argv:
+        return _kernels([word for word in argv if word != KERNELS])
     p = argparse.ArgumentParser(prog="radixfleet bench step", description="Where the time of a worker's steps goes; the worker must be at work.")
     p.add_argument("--url", default="http://127.0.0.1:8001", help="the worker's internal port (default %(default)s)")
     p.add_argument("--steps", type=int, default=200, help="steps to watch (default %(default)s)")
     p.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for them (default %(default)s)")
     p.add_argument("--api-key", help="sent as a bearer token")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the profile there too")
+    more = "no worker: compute steps here by the native executor and tell which kernels take the time; has options of its own (--kernels --help)"
+    p.add_argument(KERNELS, action="store_true", help=more)
     a = p.parse_args(argv)
     try:
         if a.steps < 1 or a.timeout <= 0:
@@ -112,3 +122,12 @@ def main(argv: Sequence[str]) -> int:
     if a.json is not None:
         write_json(a.json, msgspec.to_builtins(profile))
     return 0
+
+
+def _kernels(argv: Sequence[str]) -> int:
+    """Becomes the native executor's program; returns 2 only where the runtime is not installed."""
+    if find_spec("fleet_runtime") is None:
+        print("radixfleet bench step --kernels needs the runtime: pip install 'radixfleet[runtime]'", file=sys.stderr)
+        return 2
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "fleet_runtime.engine.native.bench", "--profile", *argv])

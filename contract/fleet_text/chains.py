@@ -22,6 +22,7 @@ from fleet_contract.names import PAGE_SIZE
 from fleet_contract.prefix import extend_chain
 from fleet_contract.wire import encode_ids
 from fleet_text.prompt import PromptEncoder, PromptError
+from fleet_text.words import WordIds, noise
 
 MAX_BYTES: Final = 64 << 20  # of one tokenizer in one process
 NODE_BYTES: Final = 600  # what a kept piece takes beside its text, ids and keys
@@ -72,9 +73,10 @@ class Reading:
 class ChatChains:
     """The kept pieces of one tokenizer, of all namespaces; the longest unused go first."""
 
-    def __init__(self, encoder: PromptEncoder, cut: str, *, stride: int, max_bytes: int = MAX_BYTES) -> None:
-        """Args: cut: of `find_cut`. stride: every how many pages there is a key."""
+    def __init__(self, encoder: PromptEncoder, cut: str, *, stride: int, max_bytes: int = MAX_BYTES, words: WordIds | None = None) -> None:
+        """Args: cut: of `find_cut`. stride: every how many pages there is a key. words: of `find_words`, where there is one."""
         self._encoder = encoder
+        self._words = words
         self._cut = cut
         self._stride = stride
         self._max_bytes = max_bytes
@@ -107,7 +109,7 @@ class ChatChains:
             if n == last and nodes and len(piece) <= SHORT_CHARS:
                 nodes.append(_Node(-1, self._short_ids(piece), before, self._stride))
                 continue
-            ids = encode_ids(self._encoder.encode(piece, add_special_tokens=False))
+            ids = self._encode(piece)
             with self._lock:
                 nodes.append(self._keep(before, piece, ids))
         reading.missing = []
@@ -124,10 +126,13 @@ class ChatChains:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def _encode(self, piece: str) -> bytes:
+        return self._words.encode(piece) if self._words is not None else encode_ids(self._encoder.encode(piece, add_special_tokens=False))
+
     def _short_ids(self, piece: str) -> bytes:
         ids = self._short.get(piece)
         if ids is None:
-            ids = encode_ids(self._encoder.encode(piece, add_special_tokens=False))
+            ids = self._encode(piece)
             if len(self._short) >= MAX_SHORT:
                 self._short.clear()
             self._short[piece] = ids
@@ -189,7 +194,7 @@ def _holds(encoder: PromptEncoder, cut: str) -> bool:
     """Whether random chats and texts, cut, give the ids of the whole."""
     rng = random.Random(1)
     for n in range(PROOFS):
-        text = _render(encoder, random_chat(rng, cut)) if n % 2 else cut.join(_noise(rng, cut) for _ in range(4))
+        text = _render(encoder, random_chat(rng, cut)) if n % 2 else cut.join(noise(rng, cut) for _ in range(4))
         if text is None:
             continue
         parts = [token for piece in cut_text(text, cut) for token in encoder.encode(piece, add_special_tokens=False)]
@@ -201,21 +206,7 @@ def _holds(encoder: PromptEncoder, cut: str) -> bool:
 def random_chat(rng: random.Random, cut: str) -> list[Mapping[str, Any]]:
     """A chat whose texts look for trouble: spaces at their ends, digits, other scripts, the model's own marks, whole and broken."""
     roles = ("user", "assistant") * 4
-    return [{"role": role, "content": _noise(rng, cut)} for role in roles[: rng.choice((1, 3, 5, 7))]]
-
-
-_SCRAPS: Final = (
-    " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b",
-    "<", "|>", "<|", "ﬁ", "I", "▁",
-)  # fmt: skip
-
-
-def _noise(rng: random.Random, cut: str) -> str:
-    """Up to two dozen scraps; now and then the cut's own text or a part of it."""
-    out = [rng.choice(_SCRAPS) for _ in range(rng.randrange(24))]
-    if rng.random() < 0.2:
-        out.insert(rng.randrange(len(out) + 1), cut[: rng.randrange(1, len(cut) + 1)])
-    return "".join(out)
+    return [{"role": role, "content": noise(rng, cut)} for role in roles[: rng.choice((1, 3, 5, 7))]]
 
 
 def _render(encoder: PromptEncoder, messages: list[Mapping[str, Any]]) -> str | None:

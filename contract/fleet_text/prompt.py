@@ -28,8 +28,8 @@ from fleet_text.bounds import PromptTooLong as PromptTooLong  # callers get it f
 from fleet_text.bounds import longest_token
 from fleet_text.chat import ChatInputs, normalised
 from fleet_text.chat import PromptError as PromptError  # callers get it from here
+from fleet_text.files import TOKENIZER_FILES as TOKENIZER_FILES  # callers get it from here
 
-TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 MAX_TOKENIZER_ZIP_BYTES: Final = 256 << 20
 _TEMPLATE_FILE: Final = "<template>"  # jinja2's name of a template that was no file
 

@@ -15,7 +15,7 @@ from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, LOOK_AGAIN_S,
 from fleet_contract.names import HEADER_TOLD_HITS, HEADER_TOLD_QUEUE, HEADER_TOLD_WORKER
 from fleet_router.callers import Callers
 from fleet_router.http_head import Head
-from fleet_router.http_server import Request
+from fleet_router.http_request import Request
 from fleet_router.settings import BadFlag, Settings
 
 log = logging.getLogger(__name__)

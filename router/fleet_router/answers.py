@@ -10,6 +10,7 @@ from fleet_router import overview, reports
 from fleet_router.brain import Brain
 from fleet_router.messages import Ask
 from fleet_router.metrics import Snapshot
+from fleet_router.static_workers import StaticWorkers
 
 
 class Edges(Protocol):
@@ -31,8 +32,9 @@ class Edges(Protocol):
 class Answers:
     """Each answer is JSON but for the metrics, which are msgpack of `metrics.Snapshot`."""
 
-    def __init__(self, brain: Brain, edges: Edges) -> None:
+    def __init__(self, brain: Brain, edges: Edges, workers: StaticWorkers) -> None:
         self._brain = brain
+        self._workers = workers
         self._edges = edges
 
     async def answer(self, ask: Ask) -> bytes:
@@ -40,7 +42,7 @@ class Answers:
         brain = self._brain
         match ask.what:
             case "ready":
-                return msgspec.json.encode(self._edges.readiness())
+                return msgspec.json.encode(self._edges.readiness() | {"events": reports.streams(brain)})
             case "metrics":
                 return msgspec.msgpack.encode(self._edges.snapshot())
             case "workers":
@@ -58,4 +60,4 @@ class Answers:
                 return msgspec.json.encode({"aborted": sum(counts)})
             case "decisions":
                 return msgspec.json.encode({"decisions": [d.as_json() for d in reversed(brain.decisions)]})
-        raise ValueError(f"unknown question {ask.what!r}")
+        return self._workers.answer(ask.what, ask.args, ask.body)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,9 +19,11 @@ from fleet_contract.wire import encode_ids
 from fleet_router.decide.keys import STRIDE
 from fleet_router.dialects import Dialect, dialect_of
 from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
-from fleet_text.chains import ChatChains
 from fleet_text.chat import ChatInputs, PromptError
-from fleet_text.prompt import PromptEncoder
+
+if TYPE_CHECKING:  # the brain imports this module without tokenizers
+    from fleet_text.chains import ChatChains
+    from fleet_text.prompt import PromptEncoder
 
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
@@ -113,10 +115,10 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revis
     estimate = Prompt(max(1, size // 4))
     if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
         return estimate
-    salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
-    namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
-    choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
     try:
+        salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
+        namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
+        choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
         if size > INLINE_CHAT_BYTES:
             ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
         else:
@@ -129,7 +131,7 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revis
             else:
                 ids, keys, several = _encode(what, encoder, namespace, chains)
     except (PromptError, TypeError, ValueError, RecursionError):
-        return estimate  # the model's template refuses it: the runtime says why
+        return estimate  # no JSON, or the model's template refuses it: the runtime says why
     if not several:
         return estimate
     choices = min(MAX_CHOICES, choices * several)

@@ -84,6 +84,8 @@ class Brain:
         self.on_table: Callable[[], None] = lambda: None  # the table changed, or may have
         self.edges_told: Callable[[], bool] = lambda: True  # all edges said what they have in flight
         self.watchers: list[WorkerWatcher] = []
+        self.stream_of: Callable[[Worker], dict[str, Any]] | None = None  # how a worker's KV events are; set by their reader
+        self.streams_settled: Callable[[], bool] = lambda: True
         self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
@@ -161,11 +163,11 @@ class Brain:
 
     @property
     def synced(self) -> bool:
-        """Since its start this process has once held all that discovery knew, with every endpoint asked. It stays so.
+        """Since its start this process has once held all that discovery knew, with every endpoint asked and its KV events read. It stays so.
 
         Static workers are not known before they answer: there at least one unit has to be ready.
         """
-        if not self._synced and self.all_asked() and self.edges_told():
+        if not self._synced and self.all_asked() and self.edges_told() and self.streams_settled():
             if self.settings.kubernetes:
                 self._synced = self.observed is not None
             else:
@@ -205,20 +207,19 @@ class Brain:
         pool = self.deciding.pool(key)
         if pool is None:
             return None
-        exclude = frozenset(w.slot for w in want.exclude if not w.removed)
+        exclude = frozenset([w.slot for w in want.exclude if not w.removed]) if want.exclude else frozenset()
         if exclude and not pool.without(exclude).is_usable:
             return self.pick(want)  # the others failed too often of late: still rather one of them than the same again
-        now = self.clock()
-        future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        request = Waiting(
-            _ask(want), want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future),
-        )  # fmt: skip
-        try:
-            decision = self.deciding.offer(key, request, now)
-        except QueueFull as e:
-            raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
+        now, ask = self.clock(), _ask(want)
+        decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude)
         if decision is not None:
             return self._lease(want, decision)
+        future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
+        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future))
+        try:
+            self.deciding.wait(key, request)
+        except QueueFull as e:
+            raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
         self._look_soon()
         self._set_timer()
         return Turn(key, request, future)
@@ -325,6 +326,12 @@ class Brain:
     def suspect(self, worker: WorkerView, why: str) -> None:
         """A request found it unreachable."""
         self.on_suspect(worker.host, worker.port, why)
+
+    def probe(self, worker: Worker) -> None:
+        """Something about it is odd: it is asked how it is, and meanwhile serves on."""
+        for key, known in self._by_endpoint.items():
+            if known is worker:
+                self.poke(key)
 
     async def wait_change(self, service: Service[Worker], timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""

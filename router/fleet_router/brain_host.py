@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from fleet_router.brain import Brain
 from fleet_router.http_client import Pool
+from fleet_router.kv_feed.reader import KvReader
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
 from fleet_router.registry import Endpoint, Registry
 from fleet_router.settings import Settings, split_url
+from fleet_router.static_workers import StaticWorkers
 
 
 class BrainHost:
@@ -21,7 +23,9 @@ class BrainHost:
         self.brain = Brain(settings, counters, asyncio.get_running_loop().time)
         self.registry = Registry(pool, poll_interval_s=settings.poll_interval, on_change=self._endpoint_changed, on_load=self.brain.take_load)
         self.registry.on_polled = self.brain.take_polled
+        self.static_workers = StaticWorkers(self.brain, self.registry)
         self._on_ready = on_ready
+        self.kv_reader = KvReader(self.brain)
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
@@ -29,11 +33,13 @@ class BrainHost:
     def start(self) -> None:
         """Begins to ask workers."""
         self.registry.start()
+        self.kv_reader.start()
         if self.settings.static:
             self.registry.set_static([split_url(url) for url in self.settings.static])
 
     async def close(self) -> None:
         await self.registry.close()
+        await self.kv_reader.close()
 
     def take_observed(self, observed: Observed) -> None:
         """A snapshot of discovery: pods first, so that nothing new is picked on one that goes."""

@@ -33,7 +33,7 @@ async def serve(handover: Handover) -> int:
     settings, pool = handover.settings, Pool()
     host = BrainHost(settings, Counters(), pool)
     server = DeskServer(host.brain, settings.workers, host.take_observed)
-    server.answer = Answers(host.brain, server).answer
+    server.answer = Answers(host.brain, server, host.static_workers).answer
     link = LinkServer(server.make_channel)
     host.start()
     await link.start(socket.socket(fileno=handover.link_fd))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -16,6 +16,7 @@ from fleet_contract.worker import ProbeAnswer, ProbeRequest
 from fleet_router import metrics
 from fleet_router.link import LinkClient
 from fleet_router.messages import Reply
+from fleet_router.workers_api import add_workers_api
 
 JSON: Final = "application/json"
 MAX_PROBE_BYTES: Final = 64 << 10
@@ -35,6 +36,7 @@ def create_app(link: LinkClient, max_body_bytes: int) -> FastAPI:
     _add_health(app, link)
     _add_tables(app, link, max_body_bytes)
     _add_dashboard(app)
+    add_workers_api(app, link)
     return app
 
 
@@ -83,7 +85,7 @@ def _add_health(app: FastAPI, link: LinkClient) -> None:
     @app.get("/readyz")
     async def readyz() -> Response:
         reply = await link.ask_ready()
-        state = msgspec.json.decode(reply.body, type=dict[str, str | bool])
+        state = msgspec.json.decode(reply.body, type=dict[str, Any])
         return Response(reply.body, 200 if state.get("status") in ("ready", "degraded") else 503, media_type=JSON)
 
     @app.get("/metrics")

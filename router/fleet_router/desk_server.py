@@ -22,6 +22,7 @@ from fleet_router.decide.load import Pick
 from fleet_router.lease import Lease, Want
 from fleet_router.link import Answer, Channel
 from fleet_router.messages import (
+    ASK_AGAIN,
     Acquire,
     Ask,
     Blame,
@@ -327,9 +328,13 @@ class DeskServer:
         if lease is None:
             session.channel.send(NoWorker(number, self._version))
             return
-        session.leases[number] = lease
         self._push()  # it may be on a worker that the edge has not heard of
-        legs = [(self._numbers[leg.worker], leg.pick_number) for leg in lease.legs()]  # type: ignore[index]
+        legs = [(n, leg.pick_number) for leg in lease.legs() if (n := self._numbers.get(leg.worker)) is not None]  # type: ignore[call-overload]
+        if len(legs) < len(lease.legs()):  # its turn came, and its worker went in the same moment
+            lease.release()
+            session.channel.send(NoWorker(number, ASK_AGAIN))
+            return
+        session.leases[number] = lease
         session.channel.send(Granted(number, legs, lease.predicted_tokens, lease.waited_s))
 
     def _first_token(self, session: _Session, message: FirstToken) -> None:

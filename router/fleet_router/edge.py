@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
 import socket
 import sys
 from typing import Final
@@ -25,7 +24,9 @@ from fleet_router.dialects import dialect_of
 from fleet_router.edge_answers import EdgeAnswers
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
-from fleet_router.http_server import DataProtocol, Limits, ServerState
+from fleet_router.http_request import Limits
+from fleet_router.http_server import DataProtocol, ServerState
+from fleet_router.identifiers import random_hex
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters
@@ -34,6 +35,8 @@ from fleet_router.remote_desk import RemoteDesk
 from fleet_router.service import DataService
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
+from fleet_router.traces import Traces
+from fleet_text.chains import MAX_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ def make_request_id(given: bytes | None) -> str:
     """The client's X-Request-Id when it is sane, else a new one."""
     if given and len(given) <= MAX_REQUEST_ID and _REQUEST_ID_CHARS.issuperset(given):
         return given.decode("ascii")
-    return "req-" + secrets.token_hex(12)
+    return "req-" + random_hex(12)
 
 
 def max_connections(max_files: int) -> int:
@@ -64,9 +67,10 @@ class Edge:
         self.desk = desk
         self.pool = pool
         self.counters: Counters = desk.counters
-        self.encoders = Encoders(pool)
+        self.encoders = Encoders(pool, chat_bytes=MAX_BYTES // max(1, settings.workers))
         self.access = Access(settings, asyncio.get_running_loop().time, share=1 / max(1, settings.workers))
-        self.service = DataService(settings, desk, self.encoders, pool, self.access)
+        self.traces = Traces(settings.otlp_endpoint, settings.router_id) if settings.otlp_endpoint else None
+        self.service = DataService(settings, desk, self.encoders, pool, self.access, self.traces)
         self.answers = EdgeAnswers(self.service)
         self.server_state = ServerState(
             Limits(
@@ -117,6 +121,8 @@ class Edge:
 
     async def close(self) -> None:
         await self.access.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.encoders.close()
         await self.pool.close()
 

@@ -12,8 +12,9 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
 from fleet_router.decide.keys import STRIDE
 from fleet_router.http_client import Pool, fetch
-from fleet_text.chains import ChatChains, find_cut
+from fleet_text.chains import MAX_BYTES, ChatChains, find_cut
 from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError
+from fleet_text.words import find_words
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,10 @@ MAX_KEPT: Final = 16
 class Encoders:
     """At most one fetch per revision at a time."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, *, chat_bytes: int = MAX_BYTES) -> None:
+        """Args: chat_bytes: how much is kept of each model's chats."""
         self._pool = pool
+        self._chat_bytes = chat_bytes
         self._ready: dict[str, tuple[PromptEncoder, ChatChains | None]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -66,7 +69,7 @@ class Encoders:
         model_revision = record.model_revision
         try:
             if record.engine != names.ENGINE_OURS:
-                encoder, chains = await asyncio.to_thread(lambda: _with_chains(PromptEncoder.from_folder(Path(record.tokenizer))))
+                encoder, chains = await asyncio.to_thread(lambda: _with_chains(PromptEncoder.from_folder(Path(record.tokenizer)), self._chat_bytes))
             else:
                 port = record.ports.internal
                 status, data = await fetch(
@@ -74,7 +77,7 @@ class Encoders:
                 )
                 if status != 200:
                     raise TokenizerFilesError(f"GET /tokenizer answers {status}")
-                encoder, chains = await asyncio.to_thread(lambda: _with_chains(PromptEncoder.from_zip(data)))
+                encoder, chains = await asyncio.to_thread(lambda: _with_chains(PromptEncoder.from_zip(data), self._chat_bytes))
         except (ApiError, TokenizerFilesError, OSError) as e:
             log.warning("no tokenizer for model revision %s yet: %s", model_revision, e)
             await asyncio.sleep(RETRY_S)  # the next poll of a ready worker asks again
@@ -83,6 +86,8 @@ class Encoders:
         log.info("tokenizer of model revision %s is here", model_revision, extra={"chats_are_kept": chains is not None})
 
 
-def _with_chains(encoder: PromptEncoder) -> tuple[PromptEncoder, ChatChains | None]:
+def _with_chains(encoder: PromptEncoder, chat_bytes: int) -> tuple[PromptEncoder, ChatChains | None]:
     cut = find_cut(encoder)
-    return encoder, ChatChains(encoder, cut, stride=STRIDE) if cut is not None else None
+    if cut is None:
+        return encoder, None
+    return encoder, ChatChains(encoder, cut, stride=STRIDE, max_bytes=chat_bytes, words=find_words(encoder))

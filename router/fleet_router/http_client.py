@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Pool, address: tuple[str, int]) -> None:
         self.pool = pool
         self.address = address
-        self.loop = asyncio.get_running_loop()
+        self.loop = pool.loop
         self.transport: asyncio.Transport | None = None
         self.sink: Sink | None = None
         self.idle_since = 0.0
@@ -254,6 +254,7 @@ class Pool:
     """Connections to all workers."""
 
     def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
         self._idle: dict[tuple[str, int], deque[Connection]] = {}
         self._open: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -317,13 +318,13 @@ class Pool:
         return None
 
     def _dial(self, address: tuple[str, int], parts: tuple[bytes, ...], handle: Handle) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect(address, parts, handle))
+        task = self.loop.create_task(self._connect(address, parts, handle))
         handle.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, address: tuple[str, int], parts: tuple[bytes, ...], handle: Handle) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self.loop
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(lambda: Connection(self, address), *address)

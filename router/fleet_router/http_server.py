@@ -20,6 +20,7 @@ import httptools
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
 from fleet_router.http_head import INVALID, Head, body_too_large, path_of
+from fleet_router.http_request import Limits, Request
 
 log = logging.getLogger(__name__)
 
@@ -40,46 +41,6 @@ _REASONS: Final = {
     422: b"Unprocessable Content", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error",
     502: b"Bad Gateway", 503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of the data port; each is a flag."""
-
-    max_body_bytes: int
-    max_head_bytes: int
-    head_timeout_s: float
-    body_timeout_s: float
-    idle_timeout_s: float
-    write_timeout_s: float
-    max_connections: int  # no flag: from the process's limit of open files
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One whole request."""
-
-    head: Head
-    keep_alive: bool
-    request_id: str
-    body: bytes = b""
-    refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
-
-    @property
-    def method(self) -> str:
-        return self.head.method
-
-    @property
-    def path(self) -> str:
-        return self.head.path
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        return self.head.headers
-
-    def header(self, name: bytes) -> bytes | None:
-        """First value of a header; the name in lower case."""
-        return self.head.header(name)
 
 
 Handler = Callable[[Request, "Exchange"], Coroutine[Any, Any, None]]

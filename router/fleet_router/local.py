@@ -25,6 +25,11 @@ def models(table: Table[Any], caller: Caller) -> list[dict[str, Any]]:
     ]
 
 
+def names(table: Table[Any], caller: Caller) -> list[str]:
+    """Those that a caller may use."""
+    return [name for name, _ in _named(table, caller)]
+
+
 def ollama_tags(table: Table[Any], caller: Caller) -> list[dict[str, Any]]:
     """The same as `GET /api/tags` tells them; sizes and details are the workers' to tell (`POST /api/show`)."""
     details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}

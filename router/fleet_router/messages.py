@@ -12,6 +12,8 @@ number is minted by the brain for one incarnation: the slot of a worker that is 
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from fleet_contract.errors import ApiError
@@ -19,6 +21,7 @@ from fleet_contract.worker import WorkerRecord
 from fleet_router.metrics import Snapshot
 from fleet_router.observed import Observed, ServiceFacts
 
+ASK_AGAIN: Final = -2
 Identity = tuple[str, int, str]  # pod UID, rank, incarnation
 
 
@@ -143,7 +146,7 @@ class Granted(Struct, tag=9, array_like=True):
 
 
 class NoWorker(Struct, tag=10, array_like=True):
-    """No worker is ready, as of a version of the table."""
+    """No worker is ready, as of a version of the table; `ASK_AGAIN`: older than any."""
 
     number: int
     version: int

@@ -4,6 +4,8 @@ Families (all start with `radixfleet_router_`): `requests_total{path,status}` an
 `safe_picks_total`, `brain_lost_total` of edges without their brain; `retries_total{reason}`; `retries_refused_total`;
 `breakers_opened_total`; `aborts_total`; `client_gone_total`; `limits_total{limit}` connections ended by a limit of ours;
 `prompt_tokens_total`, `predicted_cached_tokens_total`, `cached_tokens_total` for prompts whose worker told what it had cached;
+KV events: `event_gaps_total`, `event_restarts_total`, `event_replays_total`, `event_snapshots_total`, `event_rounds_given_up_total`,
+`event_streams_died_total`, `bad_events_total{reason}`, gauges `event_streams{trust}`, `event_lag_seconds`;
 `first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `edges` (with several), `workers{state}`, `index_keys`, `up`.
 Labels come from closed sets: no model, no client text.
 """
@@ -31,6 +33,15 @@ _HELP: Final = {
     "prompt_tokens_total": "Prompt tokens of requests whose worker told what it had cached.",
     "predicted_cached_tokens_total": "Tokens that the index expected to be cached for them.",
     "cached_tokens_total": "Tokens that were cached.",
+    "event_gaps_total": "Gaps in the workers' KV events.",
+    "event_restarts_total": "Streams of KV events that turned out to be another life of their worker.",
+    "event_replays_total": "Streams made whole by a replay.",
+    "event_snapshots_total": "Streams made whole by a snapshot.",
+    "event_rounds_given_up_total": "Streams that could not be made whole: history counts until the next round of tries.",
+    "event_streams_died_total": "Streams without even a heartbeat for so long that their content was dropped.",
+    "bad_events_total": "KV events that were not used, by reason.",
+    "event_streams": "Workers by how far their KV events are believed; none: they publish none.",
+    "event_lag_seconds": "Longest time that the last KV events of a worker were on their way, by the clocks of both machines.",
 }
 
 

@@ -23,7 +23,8 @@ from fleet_contract.worker import Ports, Profile, WorkerRecord
 from fleet_router.body import Prompt, parse_body, read_prompt
 from fleet_router.decide.keys import STRIDE
 from fleet_router.http_client import Connection
-from fleet_router.http_server import DataProtocol, Exchange, Request, ServerState
+from fleet_router.http_request import Request
+from fleet_router.http_server import DataProtocol, Exchange, ServerState
 from fleet_router.lease import Want
 from fleet_router.paths import CHAT
 from fleet_router.registry import Endpoint
@@ -32,6 +33,7 @@ from fleet_router.single import Single
 from fleet_text.chains import ChatChains, find_cut
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError
+from fleet_text.words import find_words
 
 ROUNDS: Final = 5
 REVISION: Final = "00112233445566aa"
@@ -124,7 +126,7 @@ class Rig:
         self.streams: list[Connection] = []
         if encoder is not None:
             cut = find_cut(encoder)
-            self.edge.encoders.put(REVISION, encoder, ChatChains(encoder, cut, stride=STRIDE) if cut is not None else None)
+            self.edge.encoders.put(REVISION, encoder, ChatChains(encoder, cut, stride=STRIDE, words=find_words(encoder)) if cut is not None else None)
         for n in range(WORKERS):
             self._add_worker(9000 + n)
 
@@ -144,16 +146,27 @@ class Rig:
 
         connection.connection_made(Wire(answer))
         self.edge.pool.keep(connection)
+        self.connections.append(connection)
+
+    def _stay(self) -> None:
+        """Kept connections are not too old to be used, whatever was measured since."""
+        for connection in self.connections:
+            connection.idle_since = self.loop.time()
 
     async def whole_us(self, count: int) -> float:
         """Requests one after another, from a client's bytes to its answer's."""
+        self._stay()
         requests = [request(chat(n)) for n in range(count)]
         done: asyncio.Future[None] = self.loop.create_future()
         left = iter(requests[1:])
+        refused = b""
 
         def on_answer(data: bytes) -> None:
+            nonlocal refused
             following = next(left, None)
-            if following is not None and data.startswith(b"HTTP/1.1 200"):
+            if not data.startswith(b"HTTP/1.1 200"):
+                refused = data
+            if following is not None and not refused:
                 self.loop.call_soon(client.data_received, following)
             elif not done.done():
                 done.set_result(None)
@@ -164,12 +177,13 @@ class Rig:
         client.data_received(requests[0])
         await done
         used = time.thread_time() - began
-        if next(left, None) is not None:
-            raise RuntimeError("a request was refused")
+        if refused:
+            raise RuntimeError(f"a request was refused: {refused.decode(errors='replace')}")
         return 1e6 * used / count
 
     async def chunk_us(self, count: int) -> float:
         """Chunks of one stream, each for itself."""
+        self._stay()
         client = DataProtocol(self.edge.server_state)
         client.connection_made(Wire(lambda data: None))
         client.data_received(request(chat(0, stream=True)))
@@ -227,7 +241,9 @@ def stages(rig: Rig, encoder: PromptEncoder | None, count: int) -> list[tuple[st
             chains.read(chains.look(text, 1))
             out.append(("token ids and keys, a new question", best_us(lambda: chains.read(chains.look(f"{text} {next(numbers)}", 1)), count)))
             out.append(("  all of it known", best_us(lambda: chains.read(chains.look(text, 1)), count)))
-        out.append(("  nothing known", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
+        if (words := find_words(encoder)) is not None:
+            out.append(("  a new text of known words", best_us(lambda: words.encode(text), count)))
+        out.append(("  a new text, without a table of words", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
         prompt = cast(Prompt, finished(read_prompt(parsed, encoder, REVISION, chains)))
     service = next(iter(rig.edge.brain.table.services.values()))
     want = Want(service.facts.key, prompt.tokens, 16, "r1", prompt.keys, silent=True)

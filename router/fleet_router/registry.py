@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
 FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
-IDLE_LOAD_EVERY: Final = 5  # polls between two questions for the load of a worker that had none
+IDLE_FACTOR: Final = 3  # an idle worker of another engine is asked so much less often: a request finds out by itself when it is gone
+IDLE_LOAD_EVERY: Final = 2  # polls between two questions for the load of a worker that had none
 CODE_UNREACHABLE: Final = "worker_unreachable"
 FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
 MISSES: Final = 2  # polls in a row without an answer after which a ready worker counts as stalled: one may be a busy machine
@@ -62,7 +63,7 @@ class Endpoint:
     named: Target | None = None  # by a user; else it is our runtime
     life: int = 0  # grows while it cannot be reached: an engine that names no incarnation has a new one afterwards
     load: PolledLoad | None = None
-    drain_asked: str | None = None  # RFC 3339, by an operator of this router
+    is_drained: bool = False  # by REST
 
     @property
     def target(self) -> Target:
@@ -70,7 +71,7 @@ class Endpoint:
 
     @property
     def drain_deadline(self) -> str | None:
-        return self.pod.drain_deadline if self.pod is not None else self.drain_asked
+        return self.pod.drain_deadline if self.pod is not None else None
 
 
 def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
@@ -82,7 +83,7 @@ def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
     pod = endpoint.pod
     if endpoint.removed or (pod is not None and pod.terminal):
         return "failed"
-    if draining or endpoint.drain_deadline is not None or (pod is not None and pod.deleting):
+    if draining or endpoint.is_drained or (pod is not None and (pod.deleting or pod.drain_deadline is not None)):
         return "draining"
     if endpoint.healthy and (pod is None or pod.ready):
         return "ready"
@@ -137,15 +138,12 @@ class Registry:
         self._add(endpoint)
         return endpoint
 
-    def drain(self, key: str, deadline: str | None) -> bool:
-        """A static worker gets nothing new from now on (None: it does again); False when there is none of that name."""
-        endpoint = self.endpoints.get(key)
-        if endpoint is None or endpoint.pod is not None:
-            return False
-        if endpoint.drain_asked != deadline:
-            endpoint.drain_asked = deadline
+    def drain(self, key: str, *, is_drained: bool) -> None:
+        """A static worker gets nothing new from now on, or does again."""
+        endpoint = self.endpoints[key]
+        if endpoint.is_drained != is_drained:
+            endpoint.is_drained = is_drained
             self._on_change(endpoint)
-        return True
 
     def set_pods(self, pods: list[PodFacts]) -> None:
         """The worker pods of a discovery snapshot: new ones are asked, gone ones are removed, changed ones are told on at once."""
@@ -204,6 +202,8 @@ class Registry:
             polls += 1
             sure = endpoint.healthy and not endpoint.missed
             pause = self._poll_interval_s if sure else min(FAST_POLL_S, self._poll_interval_s)
+            if sure and endpoint.load == PolledLoad():
+                pause *= IDLE_FACTOR
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await endpoint.wake.wait()

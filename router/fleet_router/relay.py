@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,8 +22,10 @@ from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
 from fleet_router.http_client import Handle, Pool, collect, fetch
 from fleet_router.http_server import Exchange
+from fleet_router.identifiers import random_hex
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
+from fleet_router.paths import CHAT, COMPLETIONS
 from fleet_router.sse import UsageFilter
 from fleet_router.table import WorkerView
 
@@ -235,7 +236,7 @@ class Attempt:
         self._exchange = exchange
         self._lease = lease
         self._timing = timing
-        self._loop = asyncio.get_running_loop()
+        self._loop = pool.loop
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
         self._over = False
         self._serving = _LegSink(self, lease.serving, True)
@@ -254,7 +255,7 @@ class Attempt:
         self._last_at = 0.0
         self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
-        self.rid = secrets.token_hex(16)
+        self.rid = random_hex(16)
 
     @property
     def is_foreign_pair(self) -> bool:
@@ -418,7 +419,7 @@ class Attempt:
         deadline_ms = max(1, int(self._timing.first_token_s * 1000))
         sending = Sending(self._lease, parsed, prompt, self.rid, self._exchange.request.request_id, deadline_ms)
         self._stream_asked = parsed.stream
-        if self._serving.engine.wants_usage and parsed.stream and not asks_usage(parsed.fields):
+        if self._serving.engine.wants_usage and parsed.stream and parsed.route in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
             self._usage = UsageFilter()
         self._hand_over = self._serving.engine.hand_over(sending)
         for leg, parts in self._hand_over.first():
@@ -490,17 +491,27 @@ class Attempt:
         if self._left is not None:
             outcome = Outcome(gone=True)
             self._left.set_result(None)
+        if outcome.failure is not None and outcome.failure.error.code == CODE_STALE_WORKER:
+            for leg in self._lease.legs():  # either may say so of the other
+                self._lease.desk.suspect(leg.worker, outcome.failure.error.message)
         if not self._outcome.done():
             self._outcome.set_result(outcome)
         complete = outcome.answer is not None or (outcome.streamed and not outcome.gone and not self._serving.open)
         self._end_legs(abort=not complete)
-        if self._hand_over is not None and self._failed_by_refusal() and (parts := self._hand_over.release()) is not None:
-            self._aborter.send(self._serving.leg.worker, parts)
+        if self._hand_over is not None and (freer := self._freer()) is not None and (parts := self._hand_over.release(freer)) is not None:
+            self._aborter.send(freer, parts)
         self._lease.release()
 
-    def _failed_by_refusal(self) -> bool:
-        """The serving worker lives and answered with an error."""
-        return any(f.answer is not None and f.worker is self._serving.leg.worker for f in self._failures)
+    def _freer(self) -> WorkerView | None:
+        """Who can free what the prefill holds for a serving leg that failed: its worker when that has answered, else another like it."""
+        worker = self._serving.leg.worker
+        failure = next((f for f in self._failures if f.worker is worker), None)
+        if failure is None or failure.answer is not None:
+            return None if failure is None else worker
+        service = self._lease.desk.table.services.get(worker.service)
+        like = (worker.record.engine, worker.record.role, worker.record.revision)
+        others = service.workers if service is not None else []
+        return next((w for w in others if w is not worker and w.routable and (w.record.engine, w.record.role, w.record.revision) == like), None)
 
     def _end_legs(self, *, abort: bool) -> None:
         for sink in self._sinks:

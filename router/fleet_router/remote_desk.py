@@ -240,7 +240,8 @@ class RemoteDesk:
     def suspect(self, worker: WorkerView, why: str) -> None:
         if self._channel is not None and (number := self._numbers.get(worker)) is not None:
             self._channel.send(Suspect(number, why))
-        self._shunned[worker] = self._loop.time() + SHUN_S
+        elif self._channel is None:
+            self._shunned[worker] = self._loop.time() + SHUN_S
 
     # -- Desk: of leases
 

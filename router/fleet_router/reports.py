@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker
+from fleet_router.kv_feed.follow import TRUST
 from fleet_router.metrics import Snapshot
 from fleet_router.observed import PodFacts
 from fleet_router.table import Service
@@ -42,10 +43,21 @@ def workers(brain: Brain) -> list[dict[str, Any]]:
                 "state": "failed" if w.removed else w.state, "inflight": w.inflight, "drainDeadline": w.drain_deadline,
                 "modelRevision": w.record.model_revision, "pend": load.pend, "run": load.run, "ctx": load.ctx, "kvUsed": load.committed,
                 "kvCapacity": w.speed.kv_capacity_tokens, "prefillTokensPerS": w.load.prefill_rate,
-                "breaker": w.breaker.state, "indexedTokens": 0 if w.removed else brain.index.held_tokens(w.slot),
+                "events": stream_of(brain, w), "breaker": w.breaker.state, "indexedTokens": 0 if w.removed else brain.index.held_tokens(w.slot),
             }
         )  # fmt: skip
     return out
+
+
+def stream_of(brain: Brain, worker: Worker) -> dict[str, Any]:
+    """How a worker's KV events are read: trust, sequence, lagSeconds, gaps."""
+    return brain.stream_of(worker) if brain.stream_of is not None else {"trust": "none"}
+
+
+def streams(brain: Brain) -> dict[str, int]:
+    """How many workers publish KV events, and how many of these streams are believed; for /readyz."""
+    trusts = [stream_of(brain, w)["trust"] for w in brain.workers if not w.removed]
+    return {"expected": sum(t != "none" for t in trusts), "live": trusts.count("live")}
 
 
 def snapshot(brain: Brain, connections: int) -> Snapshot:
@@ -61,6 +73,9 @@ def snapshot(brain: Brain, connections: int) -> Snapshot:
         ("index_keys", ()): len(brain.index),
     }
     gauges |= {("workers", (("state", state),)): n for state, n in states.items()}
+    told = [stream_of(brain, w) for w in brain.workers if not w.removed]
+    gauges |= {("event_streams", (("trust", trust),)): sum(t["trust"] == trust for t in told) for trust in TRUST}
+    gauges[("event_lag_seconds", ())] = max((t["lagSeconds"] for t in told if t.get("lagSeconds") is not None), default=0.0)
     return brain.counters.snapshot(gauges)
 
 

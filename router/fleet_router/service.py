@@ -29,7 +29,8 @@ from fleet_router.dialects import OLLAMA, OPENAI
 from fleet_router.encoders import Encoders
 from fleet_router.http_client import Pool
 from fleet_router.http_head import Head
-from fleet_router.http_server import Exchange, Request
+from fleet_router.http_request import Request
+from fleet_router.http_server import Exchange
 from fleet_router.lease import Lease, Want
 from fleet_router.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
@@ -37,6 +38,7 @@ from fleet_router.running import Running, RunningOne
 from fleet_router.settings import Settings
 from fleet_router.table import Service, WorkerView
 from fleet_router.trace_context import passed_on
+from fleet_router.traces import Span, Traces
 from fleet_text.ollama_chat import LATEST
 
 log = logging.getLogger(__name__)
@@ -60,18 +62,22 @@ class Trail:
     revision: str | None = None  # forced, by a probe
     caller: Caller = field(default_factory=Caller)
     klass: str = "default"
+    span: Span | None = None
+    made: int | None = None  # tokens of the answer, if it told them
     charged: int | None = None  # tokens that the caller's limit was charged with
 
 
 class DataService:
     """Handler of the data port."""
 
-    def __init__(self, settings: Settings, desk: Desk, encoders: Encoders, pool: Pool, access: Access) -> None:
+    def __init__(self, settings: Settings, desk: Desk, encoders: Encoders, pool: Pool, access: Access, traces: Traces | None = None) -> None:
         self.settings = settings
         self.access = access
+        self.traces = traces
         self.desk = desk
         self.encoders = encoders
         self.pool = pool
+        self._loop = pool.loop
         self.aborter = Aborter(pool, desk.counters)
         self.running = Running()
         self.retries = RetryBudget(settings.workers)
@@ -152,7 +158,7 @@ class DataService:
         if self.desk.draining:
             request.keep_alive = False
         klass = caller.class_of(request.header(HEADER_CLASS))
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         caller.count_request(now)
         parsed = parse_body(path, request.body)
         request.body = b""
@@ -161,10 +167,24 @@ class DataService:
         trail.caller, trail.klass = caller, klass
         if parsed.dialect.more_id_header:
             exchange.head_lines = b"%b: %b\r\n" % (parsed.dialect.more_id_header, request.request_id.encode())
-        await self.serve(parsed, exchange, trail)
+        if self.traces is None:
+            await self.serve(parsed, exchange, trail)
+            return
+        trail.span = self.traces.begin(path.path, request.request_id, parsed.model, parsed.passed_on, now)
+        parsed.passed_on = trail.span.headers
+        status = 500
+        try:
+            await self.serve(parsed, exchange, trail)
+            status = exchange.status
+        except ApiError as e:
+            status = e.status
+            raise
+        finally:
+            trail.span.moments.ended = asyncio.get_running_loop().time()
+            trail.span.end(status, trail.made)
 
     def _trail(self, limit_s: float = 1e9) -> Trail:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         return Trail(now + min(limit_s, self.settings.first_token_timeout), now + min(limit_s, self.settings.queue_timeout))
 
     async def serve(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
@@ -177,7 +197,7 @@ class DataService:
                 trail.caller.settle(trail.charged, 0)
 
     async def _attempts(self, parsed: Parsed, exchange: Exchange, trail: Trail, one: RunningOne) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         began = loop.time()
         prompts: dict[str, Prompt] = {}
         self.retries.request(began)
@@ -190,6 +210,9 @@ class DataService:
                 one.attempt = attempt
                 outcome = await attempt.run(parsed, prompt)
                 one.attempt = None
+            trail.made = attempt.made
+            if trail.span is not None:
+                trail.span.moments.first_byte = attempt.first_byte_at or 0.0
             if trail.charged is not None and (outcome.gone or outcome.failure is None):
                 made = attempt.made if attempt.made is not None else attempt.events
                 trail.caller.settle(trail.charged, prompt.tokens + (made if parsed.kind is Kind.GENERATE else 0))
@@ -213,10 +236,10 @@ class DataService:
 
     async def _lease(self, parsed: Parsed, exchange: Exchange, trail: Trail, prompts: dict[str, Prompt]) -> tuple[Lease, Prompt]:
         """Waits for a service with ready workers, reads the prompt for its revision, and picks."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         began = loop.time()
         while True:
-            service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA)
+            service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=trail.caller)
             trail.caller.check_model(parsed.model, service.facts.key, self.desk.table.names)
             excluded = _excluded(parsed.route, service, trail.excluded or ())
             revision = self.desk.choose_revision(service, excluded) if trail.revision is None else trail.revision
@@ -235,8 +258,12 @@ class DataService:
                     exchange.request.request_id, any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED,
                     silent=not parsed.stream, tenant=trail.caller.tenant, klass=trail.klass, size_bytes=len(parsed.body),
                 )  # fmt: skip
+                asked = loop.time()
                 lease = await self.desk.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
                 if lease is not None:
+                    if trail.span is not None:
+                        trail.span.moments.asked, trail.span.moments.leased = asked, loop.time()
+                        trail.span.chosen(lease)
                     return lease, prompt
             if service.facts.is_off:
                 raise errors.scaled_to_zero(service.label)
@@ -245,8 +272,11 @@ class DataService:
                 raise errors.no_ready_worker(service.label, loop.time() - began)
             await self.desk.wait_change(service, left)
 
-    def find(self, model: str, *, ollama: bool = False) -> Service[Any]:
-        """The service of a name; of no name when there is only one service. Raises 404. Args: ollama: its clients write a tag or leave it out."""
+    def find(self, model: str, *, ollama: bool = False, caller: Caller | None = None) -> Service[Any]:
+        """The service of a name; of no name when there is only one service. Raises 404.
+
+        Args: ollama: its clients write a tag or leave it out. caller: who is told the names that it may use.
+        """
         table = self.desk.table
         service = table.resolve(model)
         if service is None and ollama:
@@ -260,7 +290,7 @@ class DataService:
                 raise ApiError(
                     503, "this router does not know its services yet; try again", type=contract_errors.OVERLOADED, code="not_synced", retry_after_s=1
                 )
-            raise errors.unknown_model(model, table.names)
+            raise errors.unknown_model(model, table.names if caller is None else local.names(table, caller))
         return service
 
     def _model_revision(self, service: Service[Any], revision: str) -> str:
@@ -293,7 +323,7 @@ class DataService:
         elsewhere = self.desk.choose_revision(service, excluded) is not None
         if not elsewhere and not (failure.error.code == CODE_TRANSFER_FAILED and failure.worker.routable):  # the same workers, a new room
             return False
-        if not self.retries.take(asyncio.get_running_loop().time()):
+        if not self.retries.take(self._loop.time()):
             self.desk.counters.add("retries_refused_total")
             return False
         if elsewhere:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from fleet_contract import names
 from fleet_contract.access import check_tls_files, parse_keys, parse_origins
 from fleet_contract.cpus import find_threads
+from fleet_contract.otlp import check_otlp_endpoint
 from fleet_router.target import BadTarget, Target, parse_target
 
 MAX_QUEUE_TIMEOUT_S = 30.0
@@ -57,6 +58,7 @@ class Settings(Struct, frozen=True):
     tls_cert_file: str = ""
     tls_key_file: str = ""
     cors_origins: str = ""
+    otlp_endpoint: str = ""
     workers: int = 1
     announce: str = ""
     log_level: str = "info"
@@ -94,7 +96,7 @@ def _count(low: int, high: int) -> Callable[[str], int]:
 
 def _workers(text: str) -> int:
     if text == "auto":
-        return find_threads(0)
+        return min(MAX_WORKERS, find_threads(0))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MAX_WORKERS:
         raise argparse.ArgumentTypeError(f"{text!r} given; a number between 1 and {MAX_WORKERS}, or auto, is allowed")
     return int(text)
@@ -127,6 +129,7 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("tls_key_file", str, "FILE", "PEM key of that certificate"),
         ("cors_origins", str, "ORIGINS", "origins of browser pages that may call, with commas between; * for all"),
     ),
+    "traces": (("otlp_endpoint", str, "URL", "OpenTelemetry collector that gets a trace of each request, like http://127.0.0.1:4318; empty: none"),),
     "life": (
         ("workers", _workers, "N", "processes that speak HTTP; more than 1: one more decides for all; auto: one per CPU"),
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
@@ -166,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL[,URL...]",
-        help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated",
+        help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated; '': see POST /workers",
     )
     for title, flags in _FLAGS.items():
         group = p.add_argument_group(title)
@@ -185,11 +188,13 @@ def build_parser() -> argparse.ArgumentParser:
     return p
 
 
-def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors_origins: str) -> None:
+def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors_origins: str, otlp_endpoint: str) -> None:
     """What the edge will read at its start. Raises BadFlag."""
     try:
         check_tls_files(tls_cert_file, tls_key_file)
         parse_origins(cors_origins)
+        if otlp_endpoint:
+            check_otlp_endpoint(otlp_endpoint)
     except ValueError as e:
         raise BadFlag(str(e)) from e
     if api_key_file:
@@ -202,8 +207,9 @@ def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors
 def parse(argv: Sequence[str]) -> Settings:
     """Reads the command line. Raises BadFlag with a sentence; `--help` prints and exits."""
     a = vars(build_parser().parse_args(argv))
-    urls = tuple(dict.fromkeys(u.strip() for part in a.pop("static") for u in part.split(",") if u.strip()))
-    if a["kubernetes"] == bool(urls):
+    static = a.pop("static")
+    urls = tuple(dict.fromkeys(u.strip() for part in static for u in part.split(",") if u.strip()))
+    if a["kubernetes"] == bool(static):
         raise BadFlag("give one of --kubernetes and --static URL[,URL...]: where do workers come from?")
     if a["kubeconfig"] and not a["kubernetes"]:
         raise BadFlag("--kubeconfig needs --kubernetes")
@@ -213,7 +219,7 @@ def parse(argv: Sequence[str]) -> Settings:
     for name, in_pod in _POD_DEFAULTS.items():
         if a[name] is None:
             a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)
-    _check_access(a["api_key_file"], a["tls_cert_file"], a["tls_key_file"], a["cors_origins"])
+    _check_access(a["api_key_file"], a["tls_cert_file"], a["tls_key_file"], a["cors_origins"], a["otlp_endpoint"])
     router_id = a.pop("router_id") or os.environ.get(names.ENV_POD_NAME, "") or f"router-{secrets.token_hex(4)}"
     if len(router_id) > 100 or not all(c.isascii() and (c.isalnum() or c in "-._") for c in router_id):
         raise BadFlag(f"--router-id is {router_id[:100]!r}; up to 100 letters, digits and -._ are allowed")

@@ -56,7 +56,7 @@ class Single(Edge):
         self.brain = self.host.brain
         self.registry = self.host.registry
         super().__init__(settings, self.brain, pool, max_files=max_files)
-        answers = Answers(self.brain, LocalEdge(self.brain, self.answers, self.connections))
+        answers = Answers(self.brain, LocalEdge(self.brain, self.answers, self.connections), self.host.static_workers)
         self.link = LinkServer(lambda: Channel(self._take, lambda channel: None, answers.answer))
 
     async def start(self, data: socket.socket, link: socket.socket) -> None:

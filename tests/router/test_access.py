@@ -153,6 +153,7 @@ async def test_a_key_sees_and_uses_its_models_alone(make_worker: MakeWorker, mak
     assert await seen(KEY) == {"tiny", "demo/tiny"} and await seen(OTHER) == {"tiny", "demo/tiny", "other", "demo/other"}
     for model, code in (("tiny", 200), ("demo/tiny", 200), ("other", 403), ("nosuch", 404)):
         assert (await fleet.post("/v1/chat/completions", CHAT | {"model": model}, **bearer())).status_code == code
+    assert "other" not in (await fleet.post("/v1/chat/completions", CHAT | {"model": "nosuch"}, **bearer())).text
     refused = await fleet.post("/v1/messages", CHAT | {"model": "other", "max_tokens": 1}, **bearer())
     assert refused.json()["error"]["type"] == "permission_error"
     assert (await fleet.http.get(fleet.url + "/v1/models/other", headers=bearer())).status_code == 404

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fleet_contract.wire import encode_ids
-from fleet_router.body import parse_body, read_prompt
-from fleet_router.paths import CHAT, COMPLETIONS
+from fleet_router.body import Prompt, parse_body, read_prompt
+from fleet_router.paths import CHAT, COMPLETIONS, PATHS
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -103,3 +103,66 @@ async def test_salts_and_revisions_share_no_key(encoder: PromptEncoder) -> None:
 
     plain, salted, other = await keys(REV), await keys(REV, cache_salt="a"), await keys("f" * 16)
     assert plain and not plain & salted and not plain & other and plain == await keys(REV)
+
+
+async def prompt_in(encoder: PromptEncoder, path: str, **fields: Any) -> Prompt:
+    """The prompt of a body of any path."""
+    return await read_prompt(parse_body(PATHS[path], json.dumps({"model": "m", **fields}).encode()), encoder, REV)
+
+
+@pytest.mark.rule("R1")
+async def test_one_conversation_has_the_same_keys_in_every_dialect_and_its_tools_and_texts_change_them(encoder: PromptEncoder) -> None:
+    system, asked, said = "Be brief. " * 8, "Grüße 😀 " * 20, "Hallo. " * 20
+    schema = TOOL["function"]["parameters"]  # type: ignore[index]
+
+    async def everywhere(schema: Any, asked: str) -> list[tuple[int, ...]]:
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}, {"role": "user", "content": "Und?"}]
+        chat = [{"role": "system", "content": system}, *turns]
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        blocks = [{**t, "content": [{"type": "text", "text": t["content"], "cache_control": {"type": "ephemeral"}}]} for t in turns]
+        prompts = [
+            await prompt_in(encoder, "/v1/chat/completions", messages=chat, tools=[tool]),
+            await prompt_in(encoder, "/v1/messages", messages=blocks, system=system, tools=[{"name": "f", "input_schema": schema}], max_tokens=1),
+            await prompt_in(encoder, "/api/chat", messages=chat, tools=[tool]),
+        ]
+        assert len({p.ids for p in prompts}) == 1 and prompts[0].ids
+        return [p.keys for p in prompts]
+
+    first = await everywhere(schema, asked)
+    other = await everywhere(json.loads(json.dumps(schema).replace("number", "string")), asked)
+    late = await everywhere(schema, asked + "!")
+    for keys, tools, text in zip(first, other, late, strict=True):
+        assert len(keys) > 6 and not set(keys[1:]) & set(tools[1:])  # the template writes the tools first, and they differ behind 64 bytes
+        assert keys[0] == text[0] and keys[-1] != text[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "kind", "answer", "stream"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 5, "max_completion_tokens": 7, "stream": True}, "generate", 7, True),
+        ("/v1/messages", {"max_tokens": 9}, "generate", 9, False),
+        ("/api/chat", {"messages": [USER], "options": {"num_predict": 3}}, "generate", 3, True),
+        ("/api/chat", {"messages": [USER], "stream": False, "options": {"num_predict": -1}}, "generate", 128, False),
+        ("/api/chat", {"messages": []}, "any", 128, True),
+        ("/api/generate", {"prompt": ""}, "any", 128, True),
+        ("/api/generate", {"prompt": "x", "options": [1]}, "generate", 128, True),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4}, "generate", 4, False),
+        ("/v1/embeddings", {"input": "x"}, "embed", 128, False),
+        ("/tokenize", {"prompt": "x"}, "any", 128, False),
+    ],
+)
+def test_what_a_body_asks_for(path: str, fields: dict[str, Any], kind: str, answer: int, stream: bool) -> None:
+    parsed = parse_body(PATHS[path], json.dumps({"model": "m", **fields}).encode())
+    assert (parsed.kind.value, parsed.answer_tokens, parsed.stream) == (kind, answer, stream)
+
+
+async def test_special_tokens_and_batches_of_one_are_as_the_runtime_reads_them(encoder: PromptEncoder) -> None:
+    plain = await prompt_in(encoder, "/v1/completions", prompt="ab")
+    assert plain.ids == encode_ids(encoder.encode("ab", add_special_tokens=True)) == (await prompt_in(encoder, "/v1/completions", prompt=["ab"])).ids
+    assert (await prompt_in(encoder, "/v1/completions", prompt="ab", add_special_tokens=False)).ids == encode_ids(
+        encoder.encode("ab", add_special_tokens=False)
+    )
+    assert (await prompt_in(encoder, "/v1/embeddings", input=["ab"])).ids == plain.ids and (
+        await prompt_in(encoder, "/v1/embeddings", input=["ab", "c"])
+    ).ids is None
+    assert (await prompt_in(encoder, "/api/embeddings", prompt="ab")).ids == plain.ids

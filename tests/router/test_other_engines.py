@@ -204,6 +204,7 @@ async def test_fields_of_the_hand_over_are_refused_to_clients(field: str, start_
 # -- what comes back
 
 
+@pytest.mark.rule("R22")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
 async def test_r22_the_client_gets_the_usage_only_if_it_asked(kind: Any, options: Any, start_engine: Start, front: Front) -> None:
@@ -222,6 +223,7 @@ USAGE_EVENT = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":9,"complet
 BEFORE = b'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \\n\\n"}}],"usage":null}\n\n: note\r\n\r\ndata: {"choices":[]}\n\n'
 
 
+@pytest.mark.rule("R22")
 def test_r22_the_usage_event_is_found_and_removed_at_every_split() -> None:
     text = BEFORE + USAGE_EVENT + b"data: [DONE]\n\n"
     for cut in range(len(text) + 1):
@@ -279,6 +281,7 @@ async def test_a_stream_that_begins_with_an_error_is_tried_elsewhere(start_engin
     assert (response.status_code, response.json()["error"]["message"]) == (503, "no memory")
 
 
+@pytest.mark.rule("R20")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_r20_a_client_that_leaves_ends_the_engine_s_work(kind: Any, stream: bool, start_engine: Start, front: Front) -> None:
@@ -381,6 +384,7 @@ def test_metrics_are_read_by_whole_names() -> None:
     assert labels_of(text, "a_b") == [{"x": "1"}]
 
 
+@pytest.mark.rule("R41")
 @pytest.mark.parametrize("maps", [False, True])
 async def test_r41_the_scripted_streams_of_both_encodings_say_the_same(maps: bool) -> None:
     publisher = KvPublisher(maps=maps)

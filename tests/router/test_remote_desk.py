@@ -394,6 +394,23 @@ async def test_a_worker_that_becomes_ready_while_the_brain_says_no_is_not_missed
     await close(world)
 
 
+async def test_a_request_whose_turn_comes_on_a_worker_that_goes_in_the_same_moment_asks_again() -> None:
+    world = await busy_world()
+    asked = asyncio.ensure_future(world.desk.acquire(want(3000, prefix=1), 5.0))
+    await world.settle()
+    (worker,) = world.brain.workers
+    assert world.server is not None
+    (session,) = world.server._sessions.values()
+    for lease in session.leases.values():
+        lease.release()
+    world.brain._look()  # its turn has come, and nobody has been told
+    world.endpoints[0].removed = True
+    world.brain.take_endpoint(world.endpoints[0])
+    assert await asyncio.wait_for(asked, 5) is None
+    assert worker.inflight == 0 and isinstance(world.desk, RemoteDesk) and not world.desk.degraded
+    await close(world)
+
+
 async def test_words_of_another_build_end_the_connection_and_nothing_else() -> None:
     world = await remote_world()
     add_workers(world, ("unified",))

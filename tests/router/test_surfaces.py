@@ -87,6 +87,7 @@ def by_ollama(url: str, stream: bool) -> tuple[str, int, int]:
     return "".join(line.message.content or "" for line in lines), lines[-1].prompt_eval_count, lines[-1].eval_count
 
 
+@pytest.mark.rule("R3")
 @pytest.mark.parametrize("ask", [by_openai, by_anthropic, by_ollama])
 async def test_one_conversation_is_one_answer_in_every_dialect_and_no_worker_tokenizes_it(
     fleet: Fleet, workers: dict[str, list[Runtime]], ask: Callable[[str, bool], tuple[str, int, int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--peers", default=",".join(PEERS), help="comma-separated choice of: %(default)s; empty: ours alone")
     p.add_argument("--rounds", type=int, default=5, help="rounds of each scenario (default %(default)s; fewer are no claim)")
     p.add_argument("--seconds", type=float, default=5.0, help="of each round of load (default %(default)g)")
+    p.add_argument("--ours-flags", default="--workers=auto", help="more flags of radixfleet-router (default %(default)s)")
     p.add_argument("--memory-requests", type=int, default=scenarios.MEMORY_REQUESTS, help="of the scenario memory (default %(default)s)")
     p.add_argument("--model-folder", type=Path, default=cache_folder() / "models/smollm2-135m-instruct", help="whose tokenizer the workers give")
     p.add_argument("--results", type=Path, default=Path("bench/results"), help="folder for the JSON (default %(default)s)")
@@ -122,7 +124,7 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
     for name in (s for s in chosen if s in SCENARIOS):
         entry = SCENARIOS[name]
         with make_workers(entry.workers, tools, tokenizer) as workers:
-            kinds = [routers.ours("ours", workers.urls)]
+            kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags))]
             if entry.peers:
                 kinds += [routers.peer(p, python, PEERS[p][1], workers.urls) for p, python in pythons.items()]
             stage = Stage(workers, kinds, results)
@@ -168,7 +170,7 @@ def as_json(a: argparse.Namespace, results: Results, lines: Sequence[Line]) -> d
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine.describe(),
-        "settings": {"rounds": a.rounds, "seconds": a.seconds, "scenarios": a.scenarios, "peers": a.peers},
+        "settings": {"rounds": a.rounds, "seconds": a.seconds, "ours_flags": a.ours_flags, "scenarios": a.scenarios, "peers": a.peers},
         "bars": [asdict(line) for line in lines],
         "figures": results.figures,
         "not_measured": results.reasons,

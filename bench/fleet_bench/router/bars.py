@@ -14,6 +14,7 @@ def _chats(key: str, what: str) -> tuple[Bar, ...]:
         Bar(f"{key}-rate", f"{what}: rate", "/s", 2.5, peer=PEER),
         Bar(f"{key}-p50", f"{what}: p50", "us", 0.5, peer=PEER, least=False),
         Bar(f"{key}-p99", f"{what}: p99", "us", 0.5, peer=PEER, least=False),
+        Bar(f"{key}-cpu", f"{what}: processor", "us", 0.5, peer=PEER, least=False, binding=False),
         Bar(f"{key}-rate", f"{what}: rate", "/s", 1.0, peer="smg", binding=False),
         Bar(f"{key}-p50", f"{what}: p50", "us", 1.0, peer="smg", least=False, binding=False),
     )
@@ -38,8 +39,8 @@ BARS: Final = (
 )
 # Which bars each scenario decides.
 BAR_KEYS: Final = {
-    "chats": ("chats-rate", "chats-p50", "chats-p99"),
-    "chats-bytes": ("chats-bytes-rate", "chats-bytes-p50", "chats-bytes-p99"),
+    "chats": ("chats-rate", "chats-p50", "chats-p99", "chats-cpu"),
+    "chats-bytes": ("chats-bytes-rate", "chats-bytes-p50", "chats-bytes-p99", "chats-bytes-cpu"),
     "memory": ("memory", "memory-slope"),
     "choice": ("choice-32", "choice-1000"),
 }

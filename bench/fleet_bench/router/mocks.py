@@ -38,7 +38,7 @@ def record(port: int) -> str:
     """What a worker says of itself to our router. Fast and large: it is never the reason why a request waits."""
     return json.dumps({
         "schema": 1, "podUid": f"mock-{port}", "incarnation": f"{port:016x}", "revision": "r1", "modelRevision": "00112233445566aa",
-        "servedNames": [MODEL], "kvCapacityTokens": 2_000_000, "maxRows": 256, "contextLength": 131_072, "ports": {"internal": port},
+        "servedNames": [MODEL], "kvCapacityTokens": 1_000_000, "maxRows": 256, "contextLength": 131_072, "ports": {"internal": port},
         "profile": {"prefillTokensPerS": 1e7, "stepBaseS": 0.001},
     })  # fmt: skip
 

@@ -17,12 +17,12 @@ START_S: Final = 60.0
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-def ours(name: str, urls: Sequence[str]) -> Kind:
-    """Our router over static workers."""
+def ours(name: str, urls: Sequence[str], flags: Sequence[str] = ()) -> Kind:
+    """Our router over static workers. Args: flags: more of radixfleet-router."""
 
     def argv(port: int, second: int) -> list[str]:
         where = ["--host", "127.0.0.1", "--data-port", str(port), "--control-host", "127.0.0.1", "--control-port", str(second)]
-        return [sys.executable, "-m", "fleet_router", "--static", ",".join(urls), *where, "--log-level", "warning"]
+        return [sys.executable, "-m", "fleet_router", "--static", ",".join(urls), *where, "--log-level", "warning", *flags]
 
     return Kind(name, argv)
 

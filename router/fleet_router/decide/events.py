@@ -69,9 +69,9 @@ class EventBook:
         return sum(self._index.remove(slot, tier, group, h) for h in hashes)
 
     def clear(self, slot: int) -> None:
-        """The worker dropped everything, or is gone."""
+        """The worker dropped everything, as far as its events have been written."""
         self._waiting.pop(slot, None)
-        self._index.clear(slot)
+        self._index.clear_written(slot)
 
     def forget(self, slot: int) -> None:
         """The slot is no more: its orphans go."""

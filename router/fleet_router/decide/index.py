@@ -100,6 +100,7 @@ class PrefixIndex:
         self.block_tokens = block_tokens
         self._masks: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
         self._slots: dict[int, _Slot] = {}
+        self._doubted: set[int] = set()
         self._alive = 0
         self._free_bits: list[int] = []
         self._next_bit = 0
@@ -133,19 +134,26 @@ class PrefixIndex:
     def remove_slot(self, slot: int) -> None:
         """Forgets a worker at once; O(1). Unknown slots are ignored."""
         gone = self._slots.pop(slot, None)
+        self._doubted.discard(slot)
         if gone is not None:
             self._retire(gone.life)
             if gone.building is not None:
                 self._retire(gone.building)
 
     def clear(self, slot: int) -> None:
-        """The worker holds nothing (restart, AllBlocksCleared, lost stream); O(1). Unknown slots are ignored."""
+        """The worker holds nothing (restart, lost stream); O(1). Unknown slots are ignored."""
         entry = self._slots.get(slot)
         if entry is not None:
             self.drop_snapshot(slot)
-            self._retire(entry.life)
-            entry.life = self._new_life(slot)
-            self._start_history(entry)
+            self._renew(entry)
+
+    def clear_written(self, slot: int) -> None:
+        """What events have written is void (AllBlocksCleared): of the snapshot that is being built, else of the worker; O(1)."""
+        entry = self._slots.get(slot)
+        if entry is not None and entry.building is not None:
+            self.begin_snapshot(slot)
+        elif entry is not None:
+            self._renew(entry)
 
     def begin_snapshot(self, slot: int) -> None:
         """From now on `store` and `remove` build a new content beside the old one, which lookups still see; until `commit_snapshot`."""
@@ -171,11 +179,18 @@ class PrefixIndex:
             entry.building = None
 
     def set_by_history(self, slot: int, *, by_history: bool) -> None:
-        """Whether the worker's blocks are judged by our picks or by its events. A change begins from nothing."""
+        """Whether the worker's blocks are judged by our picks or by its events. A change begins from nothing; a snapshot under way stays."""
         entry = self._slots.get(slot)
         if entry is not None and entry.by_history != by_history:
             entry.by_history = by_history
-            self.clear(slot)
+            self._renew(entry)
+
+    def set_doubted(self, slot: int, *, doubted: bool) -> None:
+        """Whether a worker's hits count half: it has told nothing for a while. Unknown slots are ignored."""
+        if slot in self._slots and doubted:
+            self._doubted.add(slot)
+        else:
+            self._doubted.discard(slot)
 
     def is_by_history(self, slot: int) -> bool:
         entry = self._slots.get(slot)
@@ -416,6 +431,11 @@ class PrefixIndex:
         self._members.clear()
         return _Life(bit, slot)
 
+    def _renew(self, entry: _Slot) -> None:
+        self._retire(entry.life)
+        entry.life = self._new_life(entry.life.slot)
+        self._start_history(entry)
+
     def _start_history(self, entry: _Slot) -> None:
         if entry.by_history:
             life = entry.life
@@ -484,6 +504,8 @@ class PrefixIndex:
             if members is None:
                 members = self._list_members(mask)
             out[members] = blocks * self.block_tokens
+        if self._doubted:
+            out[[slot for slot in self._doubted if slot < num_slots]] *= 0.5
         return out
 
     def _list_members(self, mask: int) -> Ints:

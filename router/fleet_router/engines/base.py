@@ -18,6 +18,7 @@ from fleet_contract.worker import WorkerRecord
 from fleet_router.body import Parsed, Prompt
 from fleet_router.http_client import request_parts
 from fleet_router.lease import Lease, Leg
+from fleet_router.table import WorkerView
 from fleet_router.target import Target
 
 _any: Final = msgspec.json.Decoder()
@@ -67,8 +68,8 @@ class HandOver(Protocol):
     def cached(self, body: bytes) -> int | None:
         """Of the prefill's answer: the tokens that it had cached."""
 
-    def release(self) -> Parts | None:
-        """A request to the serving worker that frees what the prefill holds for it, after the serving leg was refused."""
+    def release(self, worker: WorkerView) -> Parts | None:
+        """A request to a worker like the serving one that frees what the prefill holds, when the serving leg will not."""
 
 
 class Engine(Protocol):
@@ -118,7 +119,7 @@ class Alone:
     def cached(self, body: bytes) -> int | None:
         return None
 
-    def release(self) -> Parts | None:
+    def release(self, worker: WorkerView) -> Parts | None:
         return None
 
 

@@ -18,7 +18,7 @@ from fleet_router.engines.base import Sending, asks_usage
 from fleet_router.engines.splice import splice
 from fleet_router.lease import Leg
 from fleet_router.paths import CHAT, COMPLETIONS, MAX_CHOICES
-from fleet_text.prompt import TOKENIZER_FILES
+from fleet_text.files import TOKENIZER_FILES
 
 DEFAULT_CAPACITY_TOKENS: Final = 100_000  # of an engine that does not tell
 _TYPES: Final = {
@@ -72,6 +72,13 @@ def choices(parsed: Parsed) -> int:
     prompt = value(parsed.fields, "prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not all(type(t) is int for t in prompt) else 1
     return max([1, *counts]) * prompts
+
+
+def check_pair_path(parsed: Parsed) -> None:
+    """Raises ApiError for what prefill and decode servers do not share."""
+    if parsed.route not in (CHAT, COMPLETIONS):
+        text = f"{parsed.path} needs a worker of this engine that serves alone; its prefill/decode pairs take {CHAT.path} and {COMPLETIONS.path}"
+        raise ApiError(400, text, code="unsupported_by_pair")
 
 
 def value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:

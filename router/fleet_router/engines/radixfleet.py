@@ -11,6 +11,7 @@ from fleet_contract.worker import AbortRequest, PrefillAnswer, WorkerRecord
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, post
 from fleet_router.engines.rooms import ROOMS
 from fleet_router.lease import Leg
+from fleet_router.table import WorkerView
 from fleet_router.target import Target
 
 
@@ -73,7 +74,7 @@ class RoomsHandOver:
         except msgspec.DecodeError:
             return None
 
-    def release(self) -> Parts | None:
+    def release(self, worker: WorkerView) -> Parts | None:
         return None
 
 

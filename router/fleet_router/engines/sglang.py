@@ -20,6 +20,7 @@ from fleet_router.engines.openai_worker import count
 from fleet_router.engines.rooms import ROOMS
 from fleet_router.lease import Leg
 from fleet_router.sse import event_json
+from fleet_router.table import WorkerView
 from fleet_router.target import Target
 
 # Paths, older name first; a server that does not have one answers 404.
@@ -89,6 +90,7 @@ class Sglang:
         lease = sending.lease
         if lease.prefill is None:
             return Alone(lease.serving, request(sending, lease.serving))
+        openai_worker.check_pair_path(sending.parsed)
         return BootstrapHandOver(sending)
 
     def abort_body(self, rid: str) -> bytes:
@@ -132,7 +134,7 @@ class BootstrapHandOver:
     def cached(self, body: bytes) -> int | None:
         return OPENAI.cached_tokens(body)
 
-    def release(self) -> Parts | None:
+    def release(self, worker: WorkerView) -> Parts | None:
         return None
 
 

@@ -20,6 +20,7 @@ from fleet_router.engines.openai_worker import count
 from fleet_router.engines.prometheus import labels_of, total
 from fleet_router.lease import Leg
 from fleet_router.sse import event_json
+from fleet_router.table import WorkerView
 from fleet_router.target import MOONCAKE, Target
 
 RUNNING: Final = "vllm:num_requests_running"
@@ -91,6 +92,7 @@ class Vllm:
         lease = sending.lease
         if lease.prefill is None:
             return Alone(lease.serving, request(sending, lease.serving))
+        openai_worker.check_pair_path(sending.parsed)
         if openai_worker.choices(sending.parsed) > 1:
             text = "n, best_of and lists of prompts need a vLLM worker that serves alone; send one request for each answer"
             raise ApiError(400, text, code="unsupported_by_pair", param="n")
@@ -130,16 +132,16 @@ class NixlHandOver:
         params = _object(body).get("kv_transfer_params")
         self._params = msgspec.json.encode(params) if isinstance(params, dict) and params else None
         if left:
-            return self.release()
+            return self.release(self._sending.lease.serving.worker)
         return request(self._sending, self._sending.lease.serving, {"kv_transfer_params": self._params} if self._params is not None else None)
 
     def cached(self, body: bytes) -> int | None:
         return OPENAI.cached_tokens(body)
 
-    def release(self) -> Parts | None:
+    def release(self, worker: WorkerView) -> Parts | None:
         if self._params is None:
             return None
-        return request(self._sending, self._sending.lease.serving, prefill_changes(self._sending) | {"kv_transfer_params": self._params})
+        return request(self._sending, Leg(worker, 0), prefill_changes(self._sending) | {"kv_transfer_params": self._params})
 
 
 class MooncakeHandOver:
@@ -177,7 +179,7 @@ class MooncakeHandOver:
     def cached(self, body: bytes) -> int | None:
         return OPENAI.cached_tokens(body)
 
-    def release(self) -> Parts | None:
+    def release(self, worker: WorkerView) -> Parts | None:
         return None  # the prefill drops what nobody fetches by its own limit: the transfer id ended with the decode
 
 

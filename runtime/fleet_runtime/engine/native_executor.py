@@ -29,6 +29,7 @@ from fleet_runtime.engine.native.library import (
     NO_FORWARD,
     NO_MEMORY,
     OK,
+    Block,
     ModelDesc,
     NoLibrary,
     SamplingDesc,
@@ -297,31 +298,33 @@ class _StepCall:
     """The arguments of one forward, and the arrays its results come in. Keeps all of them alive."""
 
     def __init__(self, batch: StepInput, spec: ModelSpec) -> None:
-        rows, tokens = len(batch.context_lens), len(batch.token_ids)
+        rows = len(batch.context_lens)
         i32 = np.int32
-        self.failed = np.zeros(rows, np.uint8)
-        self.pool = fitting(batch.pool, np.int8)
-        self.pooled = None if batch.pool is None else np.zeros((int((batch.pool != POOL_NONE).sum()), spec.hidden_size), np.float32)
+        self.pool = batch.pool
+        pooled = 0 if batch.pool is None else int((batch.pool != POOL_NONE).sum())
         self.places = _Places(batch, spec.vocab_size)
-        self._arrays = {
-            "token_ids": fitting(batch.token_ids, i32),
-            "positions": fitting(batch.positions, i32),
-            "row_starts": fitting(batch.row_starts, i32),
-            "context_lens": fitting(batch.context_lens, i32),
-            "page_tables": fitting(batch.page_tables, i32),
-            "sample": fitting(batch.sample.view(np.uint8), np.uint8),
-            "slots": fitting(batch.slots, i32),
-            "pool": self.pool,
-            "failed": self.failed,
-            "pooled": self.pooled,
-            **self.places.arrays(),
-        }
+        self._block = Block(
+            (
+                ("token_ids", batch.token_ids, i32),
+                ("positions", batch.positions, i32),
+                ("row_starts", batch.row_starts, i32),
+                ("context_lens", batch.context_lens, i32),
+                ("page_tables", batch.page_tables, i32),
+                ("sample", batch.sample, np.uint8),
+                ("slots", batch.slots, i32),
+                ("pool", batch.pool, np.int8),
+            ),
+            (("failed", rows, np.uint8), ("pooled", pooled * spec.hidden_size, np.float32)),
+        )
+        self.failed = self._block["failed"]
+        self.pooled = self._block["pooled"].reshape(pooled, spec.hidden_size)
         self.desc = StepDesc(
             rows=rows,
-            tokens=tokens,
+            tokens=len(batch.token_ids),
             table_width=batch.page_tables.shape[1],
             places=self.places.count,
-            **{name: address(array) for name, array in self._arrays.items()},
+            **self._block.addresses(),
+            **{name: address(array) for name, array in self.places.arrays().items()},
         )
 
 
@@ -376,49 +379,49 @@ class _SamplingCall:
     """The arguments of one draw, and the arrays its results come in. Keeps all of them alive."""
 
     def __init__(self, batch: StepInput, failed: npt.NDArray[np.uint8], sampling: Sampling, vocab: int) -> None:
-        self.rows = np.flatnonzero(batch.sample)
-        self.tokens = np.zeros(len(batch.sample), np.int32)
-        self.k = None if sampling.logprobs is None else fitting(np.minimum(sampling.logprobs, vocab), np.int32)
-        asked = np.zeros(len(self.rows), np.int32) if self.k is None else np.maximum(self.k, 0)
-        self.tops = np.concatenate([[0], np.cumsum(asked)]).astype(np.int64)
-        self.chosen = np.zeros(len(self.rows), np.float32)
-        self.top_ids = np.zeros(int(self.tops[-1]), np.int32)
-        self.top_values = np.zeros(int(self.tops[-1]), np.float32)
         f32, i32 = np.float32, np.int32
-        self._arrays = {
-            "temperature": fitting(sampling.temperature, f32),
-            "top_k": fitting(sampling.top_k, i32),
-            "top_p": fitting(sampling.top_p, f32),
-            "min_p": fitting(sampling.min_p, f32),
-            "seed": fitting(sampling.seed, np.uint64),
-            "logprobs": self.k,
-            "bias_starts": fitting(sampling.bias_starts, i32),
-            "bias_ids": fitting(sampling.bias_ids, i32),
-            "bias_values": fitting(sampling.bias_values, f32),
-            "count_starts": fitting(sampling.count_starts, i32),
-            "count_ids": fitting(sampling.count_ids, i32),
-            "counts": fitting(sampling.counts, i32),
-            "repetition": fitting(sampling.repetition, f32),
-            "frequency": fitting(sampling.frequency, f32),
-            "presence": fitting(sampling.presence, f32),
-            "masks": fitting(sampling.masks, np.uint32),
-            "mask_rows": fitting(sampling.mask_rows, i32),
-            "top_starts": self.tops,
-            "tokens": self.tokens,
-            "failed": failed,
-            "chosen": self.chosen,
-            "top_ids": self.top_ids,
-            "top_values": self.top_values,
-        }
+        self.rows = batch.sample.nonzero()[0]
+        self.k, self.tops, tops = None, None, 0
+        if sampling.logprobs is not None:
+            self.k = np.minimum(sampling.logprobs, vocab).astype(i32)
+            self.tops = np.concatenate([[0], np.cumsum(np.maximum(self.k, 0))])
+            tops = int(self.tops[-1])
+        self._block = Block(
+            (
+                ("temperature", sampling.temperature, f32),
+                ("top_k", sampling.top_k, i32),
+                ("top_p", sampling.top_p, f32),
+                ("min_p", sampling.min_p, f32),
+                ("seed", sampling.seed, np.uint64),
+                ("logprobs", self.k, i32),
+                ("bias_starts", sampling.bias_starts, i32),
+                ("bias_ids", sampling.bias_ids, i32),
+                ("bias_values", sampling.bias_values, f32),
+                ("count_starts", sampling.count_starts, i32),
+                ("count_ids", sampling.count_ids, i32),
+                ("counts", sampling.counts, i32),
+                ("repetition", sampling.repetition, f32),
+                ("frequency", sampling.frequency, f32),
+                ("presence", sampling.presence, f32),
+                ("masks", sampling.masks, np.uint32),
+                ("mask_rows", sampling.mask_rows, i32),
+                ("top_starts", self.tops, np.int64),
+            ),
+            (("tokens", len(batch.sample), i32), ("chosen", len(self.rows), f32), ("top_ids", tops, i32), ("top_values", tops, f32)),
+        )
+        self.tokens, self.chosen = self._block["tokens"], self._block["chosen"]
+        self.top_ids, self.top_values = self._block["top_ids"], self._block["top_values"]
+        self._failed = failed
         self.desc = SamplingDesc(
             rows=len(self.rows),
             mask_words=0 if sampling.masks is None else sampling.masks.shape[1],
-            **{name: address(array) for name, array in self._arrays.items()},
+            failed=address(failed),
+            **self._block.addresses(),
         )
 
     def logprobs(self) -> dict[int, TopLogprobs]:
         """By row of the step."""
-        if self.k is None:
+        if self.k is None or self.tops is None:
             return {}
         out = {}
         for i in np.flatnonzero(self.k >= 0):
@@ -428,12 +431,14 @@ class _SamplingCall:
 
 
 def _of_good(found: dict[int, _T], failed: Bools) -> dict[int, _T]:
+    if not found:
+        return found
     return {row: value for row, value in found.items() if not failed[row]}
 
 
 def _output(call: _StepCall, draw: _SamplingCall) -> StepOutput:
     pooled = {}
-    if call.pool is not None and call.pooled is not None:
+    if call.pool is not None:
         pooled = {int(row): call.pooled[i] for i, row in enumerate(np.flatnonzero(call.pool != POOL_NONE))}
     failed = call.failed.view(np.bool_)
     return StepOutput(draw.tokens, failed, _of_good(draw.logprobs(), failed), _of_good(call.places.results(), failed), _of_good(pooled, failed))

@@ -33,10 +33,15 @@ class Guard:
     ended: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs until cancelled. When this process stood still, what has come meanwhile is read first: clients are not judged by that."""
+        looked, stood_still = time.monotonic(), False
         while True:
             await asyncio.sleep(_CHECK_S)
-            self.check(time.monotonic())
+            now = time.monotonic()
+            stood_still = not stood_still and now - looked > 2 * _CHECK_S
+            looked = now
+            if not stood_still:
+                self.check(now)
 
     def check(self, now: float) -> None:
         """Ends what stands still at `now` (seconds)."""

@@ -7,16 +7,14 @@ and only when asked for. Attribute names: OpenTelemetry semantic conventions for
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from starlette.types import Scope
 
+from fleet_contract.otlp import check_otlp_endpoint, open_provider
 from fleet_runtime.errors import StartError
-
-_MAX_QUEUE: Final = 4096  # finished spans that wait for the collector; more are dropped, requests never wait
 
 
 @dataclass(slots=True)
@@ -64,10 +62,10 @@ def carrier_of(scope: Scope) -> dict[str, str]:
 
 def check_endpoint(endpoint: str) -> None:
     """`--otlp-endpoint`. Raises StartError(BadFlag)."""
-    if not re.fullmatch(r"https?://[^/\s]+/?", endpoint):
-        raise StartError(
-            "BadFlag", f"--otlp-endpoint is {endpoint!r}; scheme://host:port of an OTLP/HTTP collector is needed, like http://127.0.0.1:4318"
-        )
+    try:
+        check_otlp_endpoint(endpoint)
+    except ValueError as e:
+        raise StartError("BadFlag", str(e)) from e
 
 
 class Traces:
@@ -76,17 +74,11 @@ class Traces:
     def __init__(self, endpoint: str, *, service: str, worker: str) -> None:
         """Args: endpoint: scheme://host:port of a collector. service, worker: names in the resource. Raises StartError(BadFlag)."""
         check_endpoint(endpoint)
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create({"service.name": "radixfleet-runtime", "service.namespace": service, "service.instance.id": worker})
-        self._provider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUE, schedule_delay_millis=1000))
+        resource = {"service.name": "radixfleet-runtime", "service.namespace": service, "service.instance.id": worker}
+        self._provider = open_provider(endpoint, resource)
         self._tracer = self._provider.get_tracer("fleet_runtime")
         self._propagator: Any = TraceContextTextMapPropagator()
         self._in_context: Any = set_span_in_context

@@ -7,6 +7,7 @@ import gc
 import itertools
 import socket
 import struct
+import time
 import weakref
 from typing import Any
 
@@ -43,6 +44,31 @@ async def test_nothing_of_a_connection_stays_when_it_is_gone(reset: bool) -> Non
             await asyncio.sleep(0.05)
     server.should_exit = True
     await serving
+
+
+class Watched(Guard):
+    """Notes when it looks at its connections."""
+
+    def check(self, now: float) -> None:
+        looks.append(now)
+
+
+looks: list[float] = []
+
+
+async def test_a_process_that_stood_still_reads_before_it_judges() -> None:
+    """Seen red: uvloop runs timers before it reads, so a connection whose request had come was ended for its headers."""
+    watching = asyncio.create_task(Watched(header_timeout_s=30, write_timeout_s=30).run())
+    async with asyncio.timeout(10):
+        while len(looks) < 2:
+            await asyncio.sleep(0.01)
+        time.sleep(1)  # noqa: ASYNC251 # the process stands still
+        seen = len(looks)
+        await asyncio.sleep(0.05)
+        assert len(looks) == seen
+        while len(looks) == seen:
+            await asyncio.sleep(0.01)
+    watching.cancel()
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:

@@ -32,6 +32,16 @@ def test_a_row_that_failed_leaves_nothing_to_the_rows_of_later_steps(name: str, 
     assert executor.logits(make_batch([Row(good, [2, 3])])).tobytes() == expected
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_chunk_that_nothing_is_drawn_from_fails_when_it_is_not_finite(int8: bool, tiny_native: Path, make_native: Make) -> None:
+    """Its tokens are left out of the last layer's end, where failures are found; what they wrote would be read by others. Seen red without the
+    check before they are left out."""
+    executor, good = make_native(tiny_native, int8=int8), list(range(40))
+    for others in ([], [Row(good, [3, 4, 5])]):
+        rows = [Row([*good[:3], VOCAB, *good[4:]], [0, 1, 2], 0, 20, sample=False), Row(good, [6, 7, 8], 0, 20, sample=False), *others]
+        assert executor.step(*make_step(rows)).failed.tolist() == [True, False, *(False for _ in others)]
+
+
 @pytest.mark.parametrize("unknown", [VOCAB, 320, 2**31 - 1])
 def test_a_next_token_outside_the_vocabulary_has_no_logprob_and_fails_its_row(unknown: int, tiny_native: Path, make_native: Make) -> None:
     executor = make_native(tiny_native)

@@ -24,7 +24,7 @@ class SplitEdge(RemoteEdge):
         self.brain = self.host.brain
         self.registry = self.host.registry
         self.server = DeskServer(self.brain, 1, self.host.take_observed)
-        self.server.answer = Answers(self.brain, self.server).answer
+        self.server.answer = Answers(self.brain, self.server, self.host.static_workers).answer
         self._link = LinkServer(self.server.make_channel)
 
     async def start(self, data: socket.socket, link: socket.socket) -> None:  # type: ignore[override]

@@ -6,6 +6,7 @@ Calls release the interpreter's lock. The only caller is the native executor.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from fleet_runtime.engine.native.build import BuildError, build, find_library, t
 ABI: Final = 2
 OK, BAD_PAGE, NO_MEMORY, NO_FORWARD = range(4)
 DTYPE_F32, DTYPE_BF16 = 0, 1
+_LONG: Final = 1 << 15  # bytes from which an input is not copied
 # What phases of a step do, in the order of pool.h.
 KINDS: Final = ("embed", "input", "qkv", "write kv", "attention", "out", "gate up", "down", "norm", "head", "sample", "other")
 
@@ -119,3 +121,51 @@ def address(array: npt.NDArray[Any] | None) -> int | None:
 def fitting(array: npt.NDArray[Any] | None, dtype: type[np.generic]) -> npt.NDArray[Any] | None:
     """The array as the library reads it: contiguous, of this type; the same one if it is so already."""
     return None if array is None else np.ascontiguousarray(array, dtype)
+
+
+class Block:
+    """The arrays of one call: what it reads is copied into one piece of memory, behind which lies what it writes.
+
+    numpy takes microseconds to say where an array lies, a call has dozens of them, and meanwhile the compute threads do nothing. Long inputs stay
+    where they are. Outputs keep the memory; the caller keeps the block until the call is over.
+    """
+
+    def __init__(
+        self, inputs: Iterable[tuple[str, npt.NDArray[Any] | None, type[np.generic]]], outputs: Iterable[tuple[str, int, type[np.generic]]]
+    ) -> None:
+        """inputs: (name, array or None for none, type). outputs: (name, numbers, type); they begin as zeros."""
+        self._places: dict[str, int] = {}
+        self._long: dict[str, npt.NDArray[Any]] = {}
+        self._outputs: dict[str, npt.NDArray[Any]] = {}
+        parts, size = [], 0
+        for name, array, dtype in inputs:
+            if array is None:
+                continue
+            if array.nbytes > _LONG:
+                self._long[name] = np.ascontiguousarray(array, dtype)
+                continue
+            raw = array.astype(dtype, copy=False).tobytes()
+            raw += b"\0" * (-len(raw) % 8)
+            parts.append(raw)
+            self._places[name] = size
+            size += len(raw)
+        written = []
+        for name, count, dtype in outputs:
+            written.append((name, count, dtype, size))
+            self._places[name] = size
+            size += -(-count * dtype().itemsize // 8) * 8
+        memory = bytearray(b"".join(parts))
+        memory.extend(bytes(size + 8 - len(memory)))  # never empty
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for name, count, dtype, at in written:
+            self._outputs[name] = np.frombuffer(memory, dtype, count, at)
+        self._memory = memory
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """An output."""
+        return self._outputs[name]
+
+    def addresses(self) -> dict[str, int | None]:
+        """Where each array lies, by name, for a struct's pointers."""
+        out: dict[str, int | None] = {name: self._base + place for name, place in self._places.items()}
+        return out | {name: address(array) for name, array in self._long.items()}

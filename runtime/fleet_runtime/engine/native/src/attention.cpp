@@ -9,7 +9,7 @@
 
 namespace rf {
 
-#define RF_ROW(R) {score_tile<R, 1>, score_tile<R, 2>}
+#define RF_ROW(R) {{score_tile<R, 1, false>, score_tile<R, 1, true>}, {score_tile<R, 2, false>, score_tile<R, 2, true>}}
 #define RF_VALUE(R) value_tile<R, wide_values<R>()>
 #define RF_WIDTH(R) wide_values<R>()
 #define RF_VALUE1(R) value_tile<R, 1>
@@ -35,13 +35,14 @@ void norm_head(float* v, const float* weight, int n, float eps) {
   for (int i = 0; i < n; i += 16) vstore(v + i, vmul(vmul(vload(v + i), r), vload(weight + i)));
 }
 
-// What attention of one row and head has summed so far.
+// What attention of a row and head has summed so far. Maxima are in units of log2, as scores are.
 struct State {
   float highest, sum;
   float* values;  // [head_dim]
   bool any;
 };
 
+// Takes in one segment: (highest, sum, values).
 void merge(State& s, float highest, float sum, const float* values, int head_dim) {
   if (!s.any) {
     s.highest = highest;
@@ -50,13 +51,11 @@ void merge(State& s, float highest, float sum, const float* values, int head_dim
     s.any = true;
     return;
   }
-  float top = highest > s.highest ? highest : s.highest;
-  float old_factor = exp1(s.highest - top), new_factor = exp1(highest - top);
-  V a = vset(old_factor), b = vset(new_factor);
+  const V top = vset(highest > s.highest ? highest : s.highest);
+  const V a = vexp2(vsub(vset(s.highest), top)), b = vexp2(vsub(vset(highest), top));
   for (int i = 0; i < head_dim; i += 16) vstore(s.values + i, vadd(vmul(vload(s.values + i), a), vmul(vload(values + i), b)));
-  float kept = s.sum * old_factor, added = sum * new_factor;
-  s.sum = kept + added;
-  s.highest = top;
+  s.sum = vfirst(vadd(vmul(vset(s.sum), a), vmul(vset(sum), b)));
+  s.highest = vfirst(top);
 }
 
 void finish(Engine& e, int token, int head, const State& s) {
@@ -71,30 +70,25 @@ void finish(Engine& e, int token, int head, const State& s) {
   }
 }
 
-// Exponentials of a row's scores, less their maximum, in [low, high] of the segment's tokens from `base`; 0 elsewhere. Returns (maximum, sum).
+// Powers of a row's scores, less their maximum, in [low, high] of the segment's tokens from `base`; 0 elsewhere. Scores are in units of log2, so
+// that a power of 2 is an exponential; with a cap (`softcap`) they are not yet. Returns (maximum, sum).
 void soften(float* scores, Act* p, int pages, int base, int low, int high, float softcap, float* highest, float* sum) {
   const V nothing = vset(-3e38f);
+  const auto hidden = [&](int i) { return base + i * kPage < low || base + i * kPage + kPage - 1 > high; };
+  const auto visible = [&](int i) { return bits(tobits(first(high - base - i * kPage + 1)) & ~tobits(first(low - base - i * kPage))); };
   V top = nothing;
   for (int i = 0; i < pages; i++) {
     V s = vload(scores + i * kPage);
-    if (softcap > 0.0f) s = vmul(vtanh(vdiv(s, vset(softcap))), vset(softcap));
-    int begin = base + i * kPage;
-    if (begin < low || begin + kPage - 1 > high) {
-      uint32_t visible = tobits(first(high - begin + 1)) & ~tobits(first(low - begin));
-      s = vselect(bits(visible), s, nothing);
-    }
-    vstore(scores + i * kPage, s);
+    if (softcap > 0.0f) s = vmul(vtanh(vdiv(s, vset(softcap))), vset(softcap * kLog2E));
+    if (hidden(i)) s = vselect(visible(i), s, nothing);
+    if (softcap > 0.0f) vstore(scores + i * kPage, s);
     top = vmax(top, s);
   }
   float m = vhighest(top);
   V mv = vset(m), total = vzero();
   for (int i = 0; i < pages; i++) {
-    V x = vexp(vsub(vload(scores + i * kPage), mv));
-    int begin = base + i * kPage;
-    if (begin < low || begin + kPage - 1 > high) {
-      uint32_t visible = tobits(first(high - begin + 1)) & ~tobits(first(low - begin));
-      x = vselect(bits(visible), x, vzero());
-    }
+    V x = vexp2(vsub(vload(scores + i * kPage), mv));
+    if (hidden(i)) x = vselect(visible(i), x, vzero());
     total = vadd(total, x);
     astore(p + i * kPage, x);
   }
@@ -132,11 +126,11 @@ void score(const Act* q, const bf16* const* keys, const bf16* const* values, con
     for (int i = 0; i < pages; i += 2) {
       const int more = pages - i > 1;
       const bf16* fetch[4];
-      for (int c = 0; c <= more; c++) {
+      for (int c = 0; c <= more && t == 0; c++) {
         fetch[c] = soon(i + kAhead + c);
         fetch[1 + more + c] = values[i + c];
       }
-      kAttentionTiles.score[count - 1][more](qr, keys + i, fetch, head_dim, scores + row * kSegment + i * kPage);
+      kAttentionTiles.score[count - 1][more][t == 0](qr, keys + i, fetch, head_dim, scores + row * kSegment + i * kPage);
     }
   }
 }
@@ -145,6 +139,7 @@ void score(const Act* q, const bf16* const* keys, const bf16* const* values, con
 void load_queries(Engine& e, const Layer& layer, const AttentionItem& item, float* one, Act* q) {
   int dim = e.d.head_dim;
   size_t ld = static_cast<size_t>(layer.qkv.panels) * kPanel;
+  const V scale = vset(e.d.attention_softcap > 0.0f ? e.d.attention_scale : e.d.attention_scale * kLog2E);
   for (int t = 0; t < item.tokens; t++) {
     size_t token = static_cast<size_t>(item.token + t);
     const float* cosines = e.cosines.data() + (token * static_cast<size_t>(e.d.ropes) + static_cast<size_t>(layer.rope)) * static_cast<size_t>(dim);
@@ -153,7 +148,7 @@ void load_queries(Engine& e, const Layer& layer, const AttentionItem& item, floa
       if (layer.q_norm != nullptr) norm_head(one, layer.q_norm, dim, e.d.norm_eps);
       rotate(one, dim, cosines, cosines + dim / 2);
       Act* to = q + static_cast<size_t>(t * e.groups + g) * static_cast<size_t>(dim);
-      for (int i = 0; i < dim; i += 16) astore(to + i, vmul(vload(one + i), vset(e.d.attention_scale)));
+      for (int i = 0; i < dim; i += 16) astore(to + i, vmul(vload(one + i), scale));
     }
   }
 }
@@ -232,7 +227,9 @@ void write_kv(Engine& e, const rf_step& step, int layer_index, int token, int to
   const Layer& layer = e.layers[static_cast<size_t>(layer_index)];
   int dim = e.d.head_dim, row = e.row_of[static_cast<size_t>(token)];
   size_t ld = static_cast<size_t>(layer.qkv.panels) * kPanel;
-  float* k = e.local[static_cast<size_t>(thread)].f.fit(static_cast<size_t>(dim));
+  Engine::Local& mine = e.local[static_cast<size_t>(thread)];
+  float* k = mine.f.fit(static_cast<size_t>(dim));
+  bf16* narrowed = mine.narrowed.fit(static_cast<size_t>(dim));
   int slot = step.positions[token] % kPage;
   int page = step.page_tables[static_cast<size_t>(row) * static_cast<size_t>(step.table_width) + static_cast<size_t>(step.positions[token] / kPage)];
   bf16* block = e.kv_block(page, layer_index, head);
@@ -248,11 +245,10 @@ void write_kv(Engine& e, const rf_step& step, int layer_index, int token, int to
     const float* v = source + static_cast<size_t>(e.kv_size) + static_cast<size_t>(head) * static_cast<size_t>(dim);
     bf16* values = block + kPage * dim + static_cast<size_t>(slot / 2) * static_cast<size_t>(dim) * 2 + slot % 2;
     bf16* keys = block + slot * 2;
-    for (int d = 0; d < dim; d += 2) {
-      keys[d * kPage] = narrow(k[d]);
-      keys[d * kPage + 1] = narrow(k[d + 1]);
-    }
-    for (int d = 0; d < dim; d++) values[d * 2] = narrow(v[d]);
+    for (int d = 0; d < dim; d++) narrowed[d] = narrow(k[d]);
+    for (int d = 0; d < dim; d += 2) std::memcpy(keys + d * kPage, narrowed + d, 2 * sizeof(bf16));
+    for (int d = 0; d < dim; d++) narrowed[d] = narrow(v[d]);
+    for (int d = 0; d < dim; d++) values[d * 2] = narrowed[d];
   }
 }
 

@@ -52,10 +52,7 @@ Matrix make_matrix(Arena& arena, int n, int k, bool int8) {
   m.kp = padded(k);
   m.int8 = int8;
   m.data = arena.take<uint8_t>(m.panel_bytes() * static_cast<size_t>(m.panels));
-  if (int8) {
-    m.scale = arena.take<float>(static_cast<size_t>(m.panels) * kPanel);
-    m.correction = arena.take<int32_t>(static_cast<size_t>(m.panels) * kPanel * static_cast<size_t>(m.groups()));
-  }
+  if (int8) m.scale = arena.take<float>(static_cast<size_t>(m.panels) * kPanel);
   return m;
 }
 
@@ -82,16 +79,8 @@ void pack_row(Matrix& m, int n, const void* source, int dtype, size_t begin) {
   for (size_t k = 0; k < width; k++) top = std::max(top, std::fabs(number(source, dtype, begin + k)));
   float inverse = top > 0.0f ? 127.0f / top : 0.0f;
   m.scale[n] = top / 127.0f;
-  int8_t* w = reinterpret_cast<int8_t*>(panel) + lane * 4;
-  for (int g = 0; g < m.groups(); g++) {
-    int32_t sum = 0;
-    for (size_t k = static_cast<size_t>(g) * kGroup; k < std::min(width, static_cast<size_t>(g + 1) * kGroup); k++) {
-      int q = static_cast<int>(std::lrintf(number(source, dtype, begin + k) * inverse));
-      w[k / 4 * 128 + k % 4] = static_cast<int8_t>(q);
-      sum += q;
-    }
-    m.correction[static_cast<size_t>(g) * static_cast<size_t>(m.panels) * kPanel + static_cast<size_t>(n)] = sum * kQuadBias;
-  }
+  uint8_t* w = panel + lane * 4;
+  for (size_t k = 0; k < width; k++) w[k / 4 * 128 + k % 4] = static_cast<uint8_t>(std::lrintf(number(source, dtype, begin + k) * inverse) + kWeightBias);
 }
 
 // `place(row)`: the output that row of the checkpoint becomes.

@@ -55,9 +55,11 @@ void embed(const Engine& e, int id, float* out) {
   const uint8_t* panel = m.data + static_cast<size_t>(id / kPanel) * m.panel_bytes();
   size_t lane = static_cast<size_t>(id % kPanel);
   if (m.int8) {
-    const int8_t* w = reinterpret_cast<const int8_t*>(panel);
     float scale = m.scale[id] * e.d.embedding_scale;
-    for (int k = 0; k < e.d.hidden; k++) out[k] = static_cast<float>(w[static_cast<size_t>(k / 4) * 128 + lane * 4 + static_cast<size_t>(k % 4)]) * scale;
+    for (int k = 0; k < e.d.hidden; k++) {
+      int8_t w = static_cast<int8_t>(panel[static_cast<size_t>(k / 4) * 128 + lane * 4 + static_cast<size_t>(k % 4)] - kWeightBias);
+      out[k] = static_cast<float>(w) * scale;
+    }
   } else {
     const bf16* w = reinterpret_cast<const bf16*>(panel);
     for (int k = 0; k < e.d.hidden; k++) out[k] = widen(w[static_cast<size_t>(k / 2) * 64 + lane * 2 + static_cast<size_t>(k % 2)]) * e.d.embedding_scale;
@@ -89,7 +91,7 @@ class Step {
       for (int64_t t = begin; t < end; t++) begin_token(e_, s_, static_cast<int>(t));
     });
     for (int l = 0; l < e_.d.layers; l++) layer(l);
-    check();
+    check(e_.x.data(), static_cast<size_t>(e_.hp), live_, [&](int64_t i) { return e_.wanted[static_cast<size_t>(i)]; });
     pool_hidden();
     prompt_logprobs();
     head(e_.drawn.token.data(), static_cast<int>(e_.drawn.token.size()), e_.logits.data());
@@ -98,7 +100,7 @@ class Step {
   }
 
  private:
-  // Rows in the form that a matrix takes. make(row, Act*, int8*, scales*) fills one of them.
+  // Rows in the form that a matrix takes. make(row, Act*, int8*, Group*) fills one of them.
   template <class Make>
   struct Input {
     Step& step;
@@ -115,7 +117,7 @@ class Step {
     void fill(int begin, int end) {
       for (int r = begin; r < end; r++) {
         size_t at = static_cast<size_t>(r) * static_cast<size_t>(ld);
-        make(r, const_cast<Act*>(out.act) + at, const_cast<int8_t*>(out.q) + at, const_cast<float*>(out.scales) + static_cast<size_t>(r) * static_cast<size_t>(out.groups));
+        make(r, const_cast<Act*>(out.act) + at, const_cast<int8_t*>(out.q) + at, const_cast<Group*>(out.group) + static_cast<size_t>(r) * static_cast<size_t>(out.groups));
       }
     }
   };
@@ -131,7 +133,7 @@ class Step {
     input.out.groups = static_cast<int>(groups);
     if (w.int8) {
       input.out.q = alone ? mine_.quant.fit(size) : e_.quant.data();
-      input.out.scales = alone ? mine_.quant_scales.fit(static_cast<size_t>(rows) * groups) : e_.quant_scales.data();
+      input.out.group = alone ? mine_.quant_groups.fit(static_cast<size_t>(rows) * groups) : e_.quant_groups.data();
     } else {
       input.out.act = alone ? mine_.act.fit(size) : e_.act.data();
     }
@@ -150,25 +152,25 @@ class Step {
   }
 
   auto normed(const float* source, const float* weight) {
-    return [this, source, weight](int r, Act* act, int8_t* q, float* scales) {
+    return [this, source, weight](int r, Act* act, int8_t* q, Group* groups) {
       const float* x = source + static_cast<size_t>(r) * static_cast<size_t>(e_.hp);
-      make_normed(x, weight, act, q, scales);
+      make_normed(x, weight, act, q, groups);
     };
   }
 
-  void make_normed(const float* x, const float* weight, Act* act, int8_t* q, float* scales) {
+  void make_normed(const float* x, const float* weight, Act* act, int8_t* q, Group* groups) {
     if (!e_.d.int8) {
       norm_row_act(x, weight, e_.d.hidden, e_.d.norm_eps, act);
       return;
     }
     float* f = mine_.f.fit(static_cast<size_t>(e_.hp));
     norm_row(x, weight, e_.d.hidden, e_.d.norm_eps, f);
-    quantise_row(f, e_.d.hidden, kGroup, q, scales);
+    quantise_row(f, e_.d.hidden, kGroup, q, groups);
   }
 
   // A branch's matrix (o or down), whose input is already Act, or float to be quantised; its result is added to the residual stream.
   void branch(Kind kind, const Matrix& w, const Act* act, const float* f, const float* post_norm) {
-    const int rows = s_.tokens;
+    const int rows = live_;
     float* to = post_norm != nullptr ? e_.branch.data() : e_.x.data();
     const size_t ld = static_cast<size_t>(e_.hp);
     auto done = [&](const float* tile, int count, int row, int panel) {
@@ -181,7 +183,7 @@ class Step {
         }
     };
     if (w.int8) {
-      linear(kind, w, rows, [&](int r, Act*, int8_t* q, float* scales) { quantise_row(f + static_cast<size_t>(r) * static_cast<size_t>(w.kp), w.k, kGroup, q, scales); }, done);
+      linear(kind, w, rows, [&](int r, Act*, int8_t* q, Group* groups) { quantise_row(f + static_cast<size_t>(r) * static_cast<size_t>(w.kp), w.k, kGroup, q, groups); }, done);
     } else {
       Rows x;
       x.act = act;
@@ -218,10 +220,17 @@ class Step {
         write_kv(e_, s_, l, piece[0], piece[1], static_cast<int>(i % e_.d.kv_heads), turn_.thread());
       });
     }
+    const bool fewer = l == e_.d.layers - 1 && e_.wanted.size() < static_cast<size_t>(rows);
     Plan& plan = e_.plans[static_cast<size_t>(w.plan)];
-    turn_.share(kAttention, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t i, int64_t) { attend(e_, s_, l, plan, plan.items[static_cast<size_t>(i)], turn_.thread()); });
+    turn_.share(kAttention, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t i, int64_t) {
+      const AttentionItem& item = plan.items[static_cast<size_t>(i)];
+      const int32_t* at = e_.at.data() + item.token;
+      if (!fewer || std::any_of(at, at + item.tokens, [](int32_t place) { return place >= 0; })) attend(e_, s_, l, plan, item, turn_.thread());
+    });
+    if (fewer) leave_out(ld);
+    if (live_ == 0) return;
     branch(kOut, w.o, e_.attention.data(), e_.attention_f.data(), w.attention_post_norm);
-    mlp(w, rows);
+    mlp(w, live_);
     branch(kDown, w.down, e_.hidden.data(), e_.hidden_f.data(), w.mlp_post_norm);
   }
 
@@ -243,12 +252,33 @@ class Step {
     });
   }
 
-  // Rows that computed something that is not finite have failed.
-  void check() {
-    turn_.share(kOther, s_.tokens, 8, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; t++)
-        if (!(not_finite(e_.x.data() + static_cast<size_t>(t) * static_cast<size_t>(e_.hp), e_.d.hidden) == 0.0f))
-          __atomic_store_n(s_.failed + e_.row_of[static_cast<size_t>(t)], 1, __ATOMIC_RELAXED);
+  // In the last layer, when keys and values are written: only the tokens that something is made of go on. Whoever reads what the others wrote
+  // must not find a number that is not finite and a row that has not failed.
+  void leave_out(size_t qkv_ld) {
+    const auto all = [](int64_t t) { return t; };
+    check(e_.x.data(), static_cast<size_t>(e_.hp), s_.tokens, all);
+    check(e_.qkv.data(), qkv_ld, s_.tokens, all);
+    turn_.share(kOther, 1, 1, [&](int64_t, int64_t) {
+      const auto move = [&](auto* rows, int width) {
+        for (size_t i = 0; i < e_.wanted.size(); i++)
+          std::memmove(rows + i * static_cast<size_t>(width), rows + static_cast<size_t>(e_.wanted[i]) * static_cast<size_t>(width), static_cast<size_t>(width) * sizeof(*rows));
+      };
+      move(e_.x.data(), e_.hp);
+      if (e_.d.int8)
+        move(e_.attention_f.data(), e_.qp);
+      else
+        move(e_.attention.data(), e_.qp);
+    });
+    live_ = static_cast<int>(e_.wanted.size());
+  }
+
+  // Tokens token(i) that computed a row that is not finite have failed.
+  template <class Token>
+  void check(const float* data, size_t ld, int count, const Token& token) {
+    turn_.share(kOther, count, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        if (!(not_finite(data + static_cast<size_t>(i) * ld, static_cast<int>(ld)) == 0.0f))
+          __atomic_store_n(s_.failed + e_.row_of[static_cast<size_t>(token(i))], 1, __ATOMIC_RELAXED);
     });
   }
 
@@ -260,10 +290,10 @@ class Step {
       for (int64_t i = 0; i < r; i++) before += s_.pool[i] != RF_POOL_NONE;
       float* out = s_.pooled + static_cast<size_t>(before) * static_cast<size_t>(e_.d.hidden);
       float* f = mine_.f.fit(static_cast<size_t>(e_.hp));
-      int end = s_.row_starts[r + 1], begin = s_.pool[r] == RF_POOL_LAST ? end - 1 : s_.row_starts[r];
+      int end = s_.row_starts[r + 1], begin = s_.pool[r] == RF_POOL_LAST ? std::max(s_.row_starts[r], end - 1) : s_.row_starts[r];
       std::memset(out, 0, static_cast<size_t>(e_.d.hidden) * sizeof(float));
       for (int t = begin; t < end; t++) {
-        norm_row(e_.x.data() + static_cast<size_t>(t) * static_cast<size_t>(e_.hp), e_.final_norm, e_.d.hidden, e_.d.norm_eps, f);
+        norm_row(hidden_of(t), e_.final_norm, e_.d.hidden, e_.d.norm_eps, f);
         for (int i = 0; i < e_.d.hidden; i++) out[i] += f[i];
       }
       for (int i = 0; i < e_.d.hidden; i++)
@@ -271,12 +301,15 @@ class Step {
     });
   }
 
+  // A token's row of the residual stream after all layers.
+  const float* hidden_of(int token) const { return e_.x.data() + static_cast<size_t>(e_.at[static_cast<size_t>(token)]) * static_cast<size_t>(e_.hp); }
+
   // Logits of the given tokens of the step: [rows][padded vocabulary].
   void head(const int32_t* tokens, int rows, float* logits) {
     const size_t ld = static_cast<size_t>(e_.head.panels) * kPanel;
     const float cap = e_.d.logit_softcap;
-    auto make = [&](int r, Act* act, int8_t* q, float* scales) {
-      make_normed(e_.x.data() + static_cast<size_t>(tokens[r]) * static_cast<size_t>(e_.hp), e_.final_norm, act, q, scales);
+    auto make = [&](int r, Act* act, int8_t* q, Group* groups) {
+      make_normed(hidden_of(tokens[r]), e_.final_norm, act, q, groups);
     };
     linear(kHead, e_.head, rows, make, [&](const float* tile, int count, int row, int panel) {
       for (int m = 0; m < count; m++)
@@ -308,7 +341,25 @@ class Step {
   const rf_sampling* sampling_;
   Turn turn_;
   Engine::Local& mine_;
+  int live_ = s_.tokens;  // rows of the residual stream that are still computed
 };
+
+// Which tokens go through the last layer to its end. All of them, where tokens write their own keys and values in attention.
+void choose_wanted(Engine& e, const rf_step& s) {
+  e.at.assign(static_cast<size_t>(s.tokens), e.chunks ? -1 : 0);
+  for (int32_t t : e.drawn.token) e.at[static_cast<size_t>(t)] = 0;
+  for (int32_t t : e.place_tokens) e.at[static_cast<size_t>(t)] = 0;
+  for (int r = 0; s.pool != nullptr && r < s.rows; r++) {
+    int end = s.row_starts[r + 1], begin = s.pool[r] == RF_POOL_SUM ? s.row_starts[r] : std::max(s.row_starts[r], end - 1);
+    for (int t = begin; s.pool[r] != RF_POOL_NONE && t < end; t++) e.at[static_cast<size_t>(t)] = 0;
+  }
+  e.wanted.clear();
+  for (int t = 0; t < s.tokens; t++) {
+    if (e.at[static_cast<size_t>(t)] < 0) continue;
+    e.at[static_cast<size_t>(t)] = static_cast<int32_t>(e.wanted.size());
+    e.wanted.push_back(t);
+  }
+}
 
 void fit(Engine& e, const rf_step& s) {
   size_t tokens = static_cast<size_t>(s.tokens), hp = static_cast<size_t>(e.hp), qp = static_cast<size_t>(e.qp), ip = static_cast<size_t>(e.ip);
@@ -322,7 +373,7 @@ void fit(Engine& e, const rf_step& s) {
     e.attention_f.fit(tokens * qp);
     e.hidden_f.fit(tokens * ip);
     e.quant.fit(rows * widest);
-    e.quant_scales.fit(rows * (widest / kGroup + 1));
+    e.quant_groups.fit(rows * (widest / kGroup + 1));
   } else {
     e.attention.fit(tokens * qp);
     e.hidden.fit(tokens * ip);
@@ -347,11 +398,12 @@ void fit_local(Engine& e, const rf_step& s) {
   for (Engine::Local& mine : e.local) {
     if (e.d.int8) {
       mine.quant.fit(rows * widest);
-      mine.quant_scales.fit(rows * (widest / kGroup + 1));
+      mine.quant_groups.fit(rows * (widest / kGroup + 1));
     } else {
       mine.act.fit(rows * hp);
     }
     mine.f.fit(std::max(hp, dim));
+    mine.narrowed.fit(dim);
     mine.q.fit(queries * dim);
     mine.p.fit(queries * kSegment);
     mine.scores.fit(std::max(queries * kSegment, vocab));
@@ -369,6 +421,7 @@ int forward(Engine& e, const rf_step& step, const rf_sampling* sampling) {
   fit(e, step);
   fit_local(e, step);
   plan_attention(e, step);
+  choose_wanted(e, step);
   size_t phases = 16 + static_cast<size_t>(e.d.layers) * 12 + static_cast<size_t>(step.places / kPlacesAtOnce + 1) * 3;
   e.pool.run(phases, [&](int thread) { Step(e, step, sampling, thread).run(); });
   e.drawn.pending = sampling == nullptr;

@@ -119,14 +119,18 @@ struct Engine {
   std::vector<int32_t> pieces;     // [token, tokens] pieces of the step, each within one page
   std::vector<int32_t> row_of;     // [T]
   std::vector<int32_t> place_tokens;  // tokens whose next one has a logprob
+  std::vector<int32_t> wanted;     // tokens that go through the last layer to its end, in order: something is made of their hidden state
+  std::vector<int32_t> at;         // [T]: where a token's hidden state lies then, -1 where it was left out
   Scratch<float> x, qkv, hidden_f, attention_f, branch, cosines, logits, place_logits, partial;
   Scratch<Act> act, attention, hidden;
   Scratch<int8_t> quant;
-  Scratch<float> quant_scales;
+  Scratch<Group> quant_groups;
   struct Local {  // of one thread
     Scratch<Act> act, q, p;
     Scratch<int8_t> quant;
-    Scratch<float> quant_scales, f, scores, out, state;
+    Scratch<bf16> narrowed;
+    Scratch<Group> quant_groups;
+    Scratch<float> f, scores, out, state;
     std::vector<int32_t> indices;
   };
   std::vector<Local> local;

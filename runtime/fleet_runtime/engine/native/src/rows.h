@@ -37,9 +37,15 @@ inline void act_row(const float* x, int n, Act* out) {
   for (int i = 0; i < padded(n); i += 16) astore(out + i, vload(x + i));
 }
 
-// x ~ q * scale, q in [-127, 127], one scale for each group of `group` numbers (a multiple of 32): one large number spoils its group only.
+// What belongs to a group of quantised inputs: x ~ q * scale, and what each sum of its products begins with (vec.h).
+struct Group {
+  float scale;
+  int32_t bias;
+};
+
+// q in [-127, 127], one scale for each group of `group` numbers (a multiple of 32): one large number spoils its group only.
 // A group that is not finite gets a scale that is not.
-inline void quantise_row(const float* x, int n, int group, int8_t* q, float* scales) {
+inline void quantise_row(const float* x, int n, int group, int8_t* q, Group* groups) {
   for (int begin = 0, g = 0; begin < padded(n); begin += group, g++) {
     int end = begin + group < padded(n) ? begin + group : padded(n);
     V high = vzero(), check = vzero();
@@ -49,13 +55,10 @@ inline void quantise_row(const float* x, int n, int group, int8_t* q, float* sca
       check = vadd(check, vsub(v, v));
     }
     float top = vhighest(high);
-    scales[g] = top / 127.0f + vsum(check);
     V inverse = vset(top > 0.0f ? 127.0f / top : 0.0f);
-    for (int i = begin; i < end; i += 16) {
-      alignas(64) float f[16];
-      vstore(f, vround(vmul(vload(x + i), inverse)));
-      for (int j = 0; j < 16; j++) q[i + j] = static_cast<int8_t>(static_cast<int>(f[j] > 127.0f ? 127.0f : f[j] >= -127.0f ? f[j] : -127.0f) + kQuadBias);
-    }
+    I sum = izero();
+    for (int i = begin; i < end; i += 16) sum = quantise16(vmul(vload(x + i), inverse), sum, q + i);
+    groups[g] = {top / 127.0f + vsum(check), bias_of(sum)};
   }
 }
 

@@ -14,6 +14,13 @@
 #include <cstdint>
 #include <cstring>
 
+// Before a loop over registers of a tile: unrolled early, they never lie in memory. (Clang does so without being told.)
+#if defined(__clang__)
+#define RF_UNROLL
+#else
+#define RF_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace rf {
 
 using bf16 = uint16_t;
@@ -128,12 +135,23 @@ inline V vwiden(const bf16* p) {
 
 #endif
 
-inline float vhighest(V v) {  // never NaN unless all are
-  alignas(64) float f[16];
-  vstore(f, v);
-  float best = f[0];
-  for (int i = 1; i < 16; i++) best = f[i] > best ? f[i] : best;
-  return best;
+inline float vfirst(V v) {
+#if defined(__AVX512F__)
+  return _mm512_cvtss_f32(v);
+#else
+  return _mm256_cvtss_f32(v.a);
+#endif
+}
+
+inline float vhighest(V v) {  // of ordered numbers
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(v);
+#else
+  __m256 h = _mm256_max_ps(v.a, v.b);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+#endif
 }
 
 // ---- activations and pair products ----
@@ -192,29 +210,39 @@ inline Act toact(float f) { return f; }
 #endif
 
 // ---- int8 ----
-// Exact integers at every level, so all levels agree. Activations are in [-127, 127] and lie as bytes, kQuadBias added.
+// Exact integers at every level, so all levels agree. Inputs are in [-127, 127]; weights lie as bytes, kWeightBias added. `quantise16` gives 16 of the
+// inputs and adds them to `sum`, from which `bias_of` makes what a sum of products begins with.
 #if defined(__AVX512F__)
 using I = __m512i;
+// vpdpbusd takes unsigned x signed: a sum of products begins with -128 * sum(inputs).
+constexpr int kWeightBias = 128;
+inline I iset(int32_t n) { return _mm512_set1_epi32(n); }
 inline I izero() { return _mm512_setzero_si512(); }
+inline int32_t isum(I v) { return _mm512_reduce_add_epi32(v); }
 struct Quad {
   __m512i v;
 };
-// vpdpbusd takes unsigned x signed: 128 * sum(weights) is taken away at the end.
-constexpr int kQuadBias = 128;
 inline Quad quad(const int8_t* p) {
   int32_t four;
   std::memcpy(&four, p, 4);
   return {_mm512_set1_epi32(four)};
 }
-inline I dot4(I acc, const int8_t* w, const Quad& x) { return _mm512_dpbusd_epi32(acc, x.v, _mm512_loadu_si512(w)); }
-inline V ifloat(I a, const int32_t* correction) {
-  return _mm512_cvtepi32_ps(_mm512_sub_epi32(a, _mm512_loadu_si512(correction)));
+inline I dot4(I acc, const uint8_t* w, const Quad& x) { return _mm512_dpbusd_epi32(acc, _mm512_loadu_si512(w), x.v); }
+inline V ifloat(I a) { return _mm512_cvtepi32_ps(a); }
+inline I quantise16(V v, I sum, int8_t* out) {
+  const __m512i most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+  __m512i q = _mm512_max_epi32(_mm512_min_epi32(_mm512_cvtps_epi32(v), most), least);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(q));
+  return _mm512_add_epi32(sum, q);
 }
 #else
 struct I {
   __m256i a, b;
 };
+constexpr int kWeightBias = 0;
+inline I iset(int32_t n) { return {_mm256_set1_epi32(n), _mm256_set1_epi32(n)}; }
 inline I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline int32_t isum(I) { return 0; }  // nobody needs it where weights have no bias
 struct Quad {
   __m256i v, magnitude;
 };
@@ -224,15 +252,22 @@ inline Quad quad(const int8_t* p) {
   __m256i v = _mm256_set1_epi32(four);
   return {v, _mm256_abs_epi8(v)};
 }
-constexpr int kQuadBias = 0;
 // |x| * sign(w, x): no pair exceeds 2 * 127 * 127, which 16 bits hold.
-inline __m256i quad8(__m256i acc, const int8_t* w, const Quad& x) {
+inline __m256i quad8(__m256i acc, const uint8_t* w, const Quad& x) {
   __m256i signedw = _mm256_sign_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)), x.v);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(x.magnitude, signedw), _mm256_set1_epi16(1)));
 }
-inline I dot4(I acc, const int8_t* w, const Quad& x) { return {quad8(acc.a, w, x), quad8(acc.b, w + 32, x)}; }
-inline V ifloat(I v, const int32_t*) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+inline I dot4(I acc, const uint8_t* w, const Quad& x) { return {quad8(acc.a, w, x), quad8(acc.b, w + 32, x)}; }
+inline V ifloat(I v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+inline I quantise16(V v, I sum, int8_t* out) {
+  const __m128i most = _mm_set1_epi8(127), least = _mm_set1_epi8(-127);
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)), 0xd8);
+  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));  // saturated to [-128, 127]
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_max_epi8(_mm_min_epi8(bytes, most), least));
+  return sum;
+}
 #endif
+inline int32_t bias_of(I sum) { return -kWeightBias * isum(sum); }
 
 // exp(x) for x <= 0 or moderate; exactly 1 at 0, NaN at NaN. Below -87 it is exp(-87). Range reduction to [-ln2/2, ln2/2], degree 6: error < 2 ulp.
 inline V vexp(V x) {
@@ -249,21 +284,27 @@ inline V vexp(V x) {
   p = vfma(p, f, vset(1.0f));
   return vscale2(p, n);
 }
-inline float exp1(float x) {
-  alignas(64) float f[16];
-  vstore(f, vexp(vset(x)));
-  return f[0];
+// 2^x for x <= 126; exactly 1 at 0, NaN at NaN. Below -126 it is 2^-126. Degree 5 on [-1/2, 1/2]: error < 2 ulp.
+inline V vexp2(V x) {
+  x = vmax(vset(-126.0f), x);
+  V n = vround(x), f = vsub(x, n);
+  V p = vset(0.0013264727f);
+  p = vfma(p, f, vset(0.009671513f));
+  p = vfma(p, f, vset(0.055507336f));
+  p = vfma(p, f, vset(0.24022242f));
+  p = vfma(p, f, vset(0.693147f));
+  p = vfma(p, f, vset(1.0f));
+  return vscale2(p, n);
 }
+constexpr float kLog2E = 1.44269504088896341f;
 // tanh(x) = sign(x) * (1 - e) / (1 + e) with e = exp(-2|x|).
 inline V vtanh(V x) {
   V e = vexp(vmul(vset(-2.0f), vabs(x)));
   V t = vdiv(vsub(vset(1.0f), e), vadd(vset(1.0f), e));
   return vselect(vlt(x, vzero()), vsub(vzero(), t), t);
 }
-inline V vsilu(V x) {  // x / (1 + exp(-x)), with the exponential of a negative number only
-  V e = vexp(vsub(vzero(), vabs(x)));
-  V top = vselect(vlt(x, vzero()), e, vset(1.0f));
-  return vmul(x, vdiv(top, vadd(vset(1.0f), e)));
+inline V vsilu(V x) {  // x / (1 + exp(-x))
+  return vdiv(x, vadd(vset(1.0f), vexp2(vmin(vset(126.0f), vmul(x, vset(-kLog2E))))));
 }
 inline V vgelu(V x) {  // the tanh form, Hendrycks and Gimpel, "Gaussian Error Linear Units", section 2
   V cube = vmul(vmul(x, x), x);

@@ -1,0 +1,48 @@
+"""A client's request as `http_server` reads it, and the limits of reading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_contract.errors import ApiError
+from fleet_router.http_head import Head
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the data port; each is a flag."""
+
+    max_body_bytes: int
+    max_head_bytes: int
+    head_timeout_s: float
+    body_timeout_s: float
+    idle_timeout_s: float
+    write_timeout_s: float
+    max_connections: int  # no flag: from the process's limit of open files
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One whole request."""
+
+    head: Head
+    keep_alive: bool
+    request_id: str
+    body: bytes = b""
+    refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
+
+    @property
+    def method(self) -> str:
+        return self.head.method
+
+    @property
+    def path(self) -> str:
+        return self.head.path
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return self.head.headers
+
+    def header(self, name: bytes) -> bytes | None:
+        """First value of a header; the name in lower case."""
+        return self.head.header(name)
