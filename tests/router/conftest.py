@@ -52,6 +52,7 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
         started.append(fleet)
         if wait:
             await until(lambda: fleet.ready() == len(workers), "all workers are ready")
+            await until(lambda: fleet.edge.desk.synced, "the router knows all that it can")
             revisions = {w.record.model_revision for w in workers}
             await until(lambda: all(edge.encoders.get(r) is not None for r in revisions), "the tokenizers are here")
         return fleet
