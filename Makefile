@@ -5,7 +5,7 @@
 PYTHON := .venv/bin/python
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 up: setup ## set up, start the local cluster, install the chart, run the quickstart and ask one question (root)
 	@$(PYTHON) -m fleet_local.quickstart

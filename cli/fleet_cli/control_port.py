@@ -30,7 +30,10 @@ def ask(url: str, path: str, body: bytes | None = None) -> Any:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as e:
-        raise ControlError(f"{where} answers {e.code}: {_message(e.read())}") from e
+        said = _message(e.read())
+        if e.code == 404 and path in said:  # the path itself is not there: the data port, or a worker
+            raise ControlError(f"{url} is no control port of a router: it has no {path}; --url takes the {URL_HELP}") from e
+        raise ControlError(f"{where} answers {e.code}: {said}") from e
     except ValueError as e:
         raise ControlError(f"{where} gives no JSON ({e}): is --url the control port of a radixfleet router?") from e
     except OSError as e:

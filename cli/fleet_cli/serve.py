@@ -60,16 +60,20 @@ class Plan:
 
 def byte_count(text: str) -> int:
     """`512Mi`, `2Gi` or a plain number of bytes."""
-    for suffix, factor in (("Ki", 1 << 10), ("Mi", 1 << 20), ("Gi", 1 << 30)):
+    number, factor = text, 1
+    for suffix, value in (("Ki", 1 << 10), ("Mi", 1 << 20), ("Gi", 1 << 30)):
         if text.endswith(suffix):
-            return int(text.removesuffix(suffix)) * factor
-    return int(text)
+            number, factor = text.removesuffix(suffix), value
+    try:
+        return int(number) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} given; bytes are needed, as 512Mi, 2Gi or 536870912") from None
 
 
 def parse(argv: Sequence[str]) -> Plan:
     """Reads the command line. Raises SystemExit (argparse) or ServeError."""
     p = argparse.ArgumentParser(prog="radixfleet serve", description=(__doc__ or "").split("\n")[0])
-    p.add_argument("model", help="bundled://smollm2-135m-instruct, a Hugging Face folder, or simulated://")
+    p.add_argument("model", help="bundled://smollm2-135m-instruct, a .gguf file, a Hugging Face folder, or simulated://")
     p.add_argument("--workers", type=int, help="that many unified workers (default 1)")
     p.add_argument("--prefill", type=int, help="prefill workers; needs --decode")
     p.add_argument("--decode", type=int, help="decode workers; needs --prefill")
@@ -78,7 +82,9 @@ def parse(argv: Sequence[str]) -> Plan:
     p.add_argument("--name", help="served model name (default: the model's own)")
     p.add_argument("--context-length", type=int, default=2048, help="longest prompt + answer in tokens (default %(default)s)")
     p.add_argument("--kv-cache-memory", type=byte_count, default=512 << 20, help="memory of KV pages of each worker, as 512Mi or 2Gi (default 512Mi)")
-    p.add_argument("--set", action="append", default=[], metavar="FLAG=VALUE", help="any flag of `radixfleet-runtime --help`; repeat for more")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="FLAG=VALUE", help="a flag marked args in docs/flags.md, for workers; repeat for more"
+    )
     p.add_argument("--log-dir", type=Path, help="folder for the logs (default: a temporary one, removed at a clean end)")
     a = p.parse_args(argv)
     if (a.prefill is None) != (a.decode is None):

@@ -14,7 +14,8 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "flags.md"
 _HEAD: Final = """# Flags of `radixfleet-runtime`
 
 Made by `python -m fleet_contract.flags_page`. In an InferenceService the flags marked *args* are set by `spec.engine.args` (without the dashes,
-values are strings); the others follow from the rest of the spec. `radixfleet serve` takes any of them by `--set name=value`.
+values are strings); the others follow from the rest of the spec. `radixfleet serve` takes those marked *args* by `--set name=value` (it has flags of
+its own for the rest) and gives them to its workers; `radixfleet generate` takes others, too.
 
 | flag | what it does | allowed | default | who sets it |
 |---|---|---|---|---|

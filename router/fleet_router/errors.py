@@ -22,7 +22,7 @@ def unknown_model(model: str, known: Iterable[str]) -> ApiError:
 def no_ready_worker(service: str, waited_s: float) -> ApiError:
     return ApiError(
         503,
-        f"service {service} has no ready worker (waited {waited_s:.0f} s); try again, or look at `kubectl describe infsvc`",
+        f"service {service} has no ready worker (waited {waited_s:.0f} s); try again, or look at `kubectl describe infsvc` or the router's log",
         type=errors.OVERLOADED,
         code="no_ready_worker",
         retry_after_s=2,

@@ -42,6 +42,14 @@ _HELP: Final = {
     "bad_events_total": "KV events that were not used, by reason.",
     "event_streams": "Workers by how far their KV events are believed; none: they publish none.",
     "event_lag_seconds": "Longest time that the last KV events of a worker were on their way, by the clocks of both machines.",
+    "first_byte_seconds": "From the whole request to the first byte of its answer.",
+    "inflight": "Requests that are with workers.",
+    "waiting": "Requests that wait in the router for a worker.",
+    "connections": "Open connections of the data port.",
+    "edges": "Processes that speak HTTP, where there are several.",
+    "workers": "Workers by their state.",
+    "index_keys": "Prefixes that the index knows, in blocks of 64 tokens.",
+    "up": "0: the deciding process does not answer.",
 }
 
 
@@ -99,7 +107,7 @@ class Counters:
 def render(snapshot: Snapshot | None) -> str:
     """Prometheus text format 0.0.4. None: the brain does not answer, only `up 0` is known."""
     if snapshot is None:
-        return "# TYPE radixfleet_router_up gauge\nradixfleet_router_up 0\n"
+        return f"# HELP radixfleet_router_up {_HELP['up']}\n# TYPE radixfleet_router_up gauge\nradixfleet_router_up 0\n"
     lines: list[str] = []
     for kind, rows in (("counter", snapshot.counters), ("gauge", snapshot.gauges)):
         last = ""
@@ -111,6 +119,7 @@ def render(snapshot: Snapshot | None) -> str:
                 last = name
             inner = ",".join(f'{k}="{v}"' for k, v in labels)
             lines.append(f"radixfleet_router_{name}{'{' + inner + '}' if inner else ''} {value:g}")
+    lines.append(f"# HELP radixfleet_router_first_byte_seconds {_HELP['first_byte_seconds']}")
     lines.append("# TYPE radixfleet_router_first_byte_seconds histogram")
     total = 0
     for limit, count in zip([*map(str, BUCKETS_S), "+Inf"], snapshot.first_byte, strict=True):

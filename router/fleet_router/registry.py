@@ -227,6 +227,8 @@ class Registry:
             healthy, reason = self._survives(endpoint, e), str(e)
         if endpoint.pod is not None and record is not None and record.pod_uid != endpoint.pod.uid:
             record, reason = None, "another pod answers at this address"  # the address was given to a new pod
+        if healthy and record is None and not reason:
+            reason = "/readyz answers but /worker does not; give the internal port of a runtime (--internal-port), or the engine, as vllm+http://"
         healthy = healthy and record is not None
         changed = (healthy, record) != (endpoint.healthy, endpoint.record) or not endpoint.asked
         endpoint.asked = True

@@ -287,9 +287,8 @@ class DataService:
             if not model:
                 raise ApiError(400, "model is missing; see GET /v1/models", code="missing_required_parameter", param="model")
             if not self.desk.synced:
-                raise ApiError(
-                    503, "this router does not know its services yet; try again", type=contract_errors.OVERLOADED, code="not_synced", retry_after_s=1
-                )
+                text = "this router does not know its services yet; try again, or if that lasts see why in its log"
+                raise ApiError(503, text, type=contract_errors.OVERLOADED, code="not_synced", retry_after_s=1)
             raise errors.unknown_model(model, table.names if caller is None else local.names(table, caller))
         return service
 

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="radixfleet generate", description="Answers one prompt with a model, without a server.")
     p.add_argument("prompt", help="the prompt; - reads it from standard input")
-    p.add_argument("--model", required=True, help="bundled://NAME, a Hugging Face folder, or simulated://")
+    p.add_argument("--model", required=True, help="bundled://NAME, a .gguf file, a Hugging Face folder, or simulated://")
     p.add_argument("--system", help="system message in front of the prompt")
     p.add_argument("--raw", action="store_true", help="no chat template: the answer goes on where the prompt ends (16 tokens unless --max-tokens)")
     p.add_argument("--stream", action="store_true", help="write the answer as it comes")

@@ -139,7 +139,9 @@ def _find_folder(uri: str) -> Path:
         raise StartError("ModelInvalid", f"model is empty; allowed: {_SCHEMES}")
     folder = Path(os.path.abspath(path))
     if not folder.exists():
-        raise StartError("ModelNotFound", f"model {uri!r}: {folder} does not exist; give the folder that holds config.json")
+        raise StartError(
+            "ModelNotFound", f"model {uri!r}: {folder} does not exist; give a folder that holds config.json, a .gguf file, or bundled://NAME"
+        )
     if not folder.is_dir() and folder.suffix != ".gguf":
         raise StartError("ModelInvalid", f"model {uri!r}: {folder} is a file; give the folder that holds config.json, or a .gguf file")
     return folder
