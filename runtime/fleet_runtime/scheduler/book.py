@@ -19,7 +19,7 @@ from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import KvMemory, Lease, pages_for
 from fleet_runtime.messages import Admit, ControlReply, Embedded, Failed, HandedOver, OpenText, Sampled, TokenLogprob
 from fleet_runtime.scheduler.admission import Capacity, Held, lets_pass, may_enter
-from fleet_runtime.scheduler.grammar import DeadEnd, GrammarFault, Grammars
+from fleet_runtime.scheduler.grammar import DeadEnd, GrammarFault, Grammars, TooHard
 from fleet_runtime.scheduler.ratio import NewTokenRatio
 from fleet_runtime.scheduler.request import Key, Kind, Request, State
 from fleet_runtime.scheduler.rows import Rows
@@ -392,6 +392,8 @@ class Book:
             self.fail(request, error)
         elif isinstance(error, DeadEnd):
             self.fail(request, ApiError(400, f"the grammar of the answer has a dead end: {error}", code="invalid_grammar"))
+        elif isinstance(error, TooHard):
+            self.fail(request, ApiError(400, f"the grammar of the answer is too hard to follow: {error}", code="invalid_grammar"))
         elif isinstance(error, GrammarFault):
             text = f"the answer left its grammar: {error}"
             self.fail(request, ApiError(500, text, type=errors.SERVER, code="grammar_failed"))
