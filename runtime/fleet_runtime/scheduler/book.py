@@ -86,7 +86,7 @@ class Book:
     held: Held = field(default_factory=Held.nothing)
     limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
     elder: Request | None = None  # the plain request that has waited too long to be passed by a younger leg; set before each choice
-    moved: int = 0  # how often a request changed its place, or gave pages back
+    moved: int = 0  # how often a request changed its place, ended, or gave pages back
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
     _serial: int = 0  # of the request that came last
@@ -319,6 +319,7 @@ class Book:
     def end(self, request: Request, error: ApiError | None = None) -> None:
         """Gives back all that a request holds. Its terminal message is the caller's."""
         self._take_out(request)
+        self.moved += 1
         if request.state is State.COMPILING:
             self.grammars.drop(request)
             if error is not None:
