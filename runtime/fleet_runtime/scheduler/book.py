@@ -19,7 +19,7 @@ from fleet_contract.names import PAGE_SIZE
 from fleet_runtime.cache.memory import KvMemory, Lease, pages_for
 from fleet_runtime.messages import Admit, ControlReply, Embedded, Failed, HandedOver, OpenText, Sampled, TokenLogprob
 from fleet_runtime.scheduler.admission import Capacity, Held, lets_pass, may_enter
-from fleet_runtime.scheduler.grammar import DeadEnd, GrammarFault, Grammars
+from fleet_runtime.scheduler.grammar import DeadEnd, GrammarFault, Grammars, TooHard
 from fleet_runtime.scheduler.ratio import NewTokenRatio
 from fleet_runtime.scheduler.request import Key, Kind, Request, State
 from fleet_runtime.scheduler.rows import Rows
@@ -86,7 +86,7 @@ class Book:
     held: Held = field(default_factory=Held.nothing)
     limbo: set[Request] = field(default_factory=set)  # ended, but with a lease: their room is not closed
     elder: Request | None = None  # the plain request that has waited too long to be passed by a younger leg; set before each choice
-    moved: int = 0  # how often a request changed its place, or gave pages back
+    moved: int = 0  # how often a request changed its place, ended, or gave pages back
     totals: Totals = field(default_factory=Totals)
     _items: list[Sampled] = field(default_factory=list)
     _serial: int = 0  # of the request that came last
@@ -319,6 +319,7 @@ class Book:
     def end(self, request: Request, error: ApiError | None = None) -> None:
         """Gives back all that a request holds. Its terminal message is the caller's."""
         self._take_out(request)
+        self.moved += 1
         if request.state is State.COMPILING:
             self.grammars.drop(request)
             if error is not None:
@@ -392,6 +393,8 @@ class Book:
             self.fail(request, error)
         elif isinstance(error, DeadEnd):
             self.fail(request, ApiError(400, f"the grammar of the answer has a dead end: {error}", code="invalid_grammar"))
+        elif isinstance(error, TooHard):
+            self.fail(request, ApiError(400, f"the grammar of the answer is too hard to follow: {error}", code="invalid_grammar"))
         elif isinstance(error, GrammarFault):
             text = f"the answer left its grammar: {error}"
             self.fail(request, ApiError(500, text, type=errors.SERVER, code="grammar_failed"))

@@ -28,6 +28,7 @@ _KEPT: Final = 256  # compiled grammars and failures that are remembered
 _MOST_REASON: Final = 1000  # characters
 _THREADS: Final = 2
 _NOTHING_FITS: Final = "NoExtensionBias"  # llguidance's word for a place where the answer can neither go on nor end
+_FORBIDDEN: Final = ("satisfy the grammar", "parser stopped")  # its words for a token that its own mask forbids
 _MAX_GRAMMAR_SIZE: Final = 500_000  # llguidance's own measure of a compiled grammar
 _MAX_LEXER_FUEL: Final = 5_000_000
 
@@ -42,6 +43,10 @@ class GrammarFault(Exception):
 
 class DeadEnd(GrammarFault):
     """The grammar allows nothing at this place, not even its end: the request's own fault."""
+
+
+class TooHard(GrammarFault):
+    """The library gives the grammar up at this place, by one of its limits: the request's own fault, too."""
 
 
 class GrammarRun:
@@ -80,7 +85,9 @@ class GrammarRun:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
-            raise DeadEnd("nothing may follow what the answer has so far") if reason.startswith(_NOTHING_FITS) else GrammarFault(reason)
+            if reason.startswith(_NOTHING_FITS):
+                raise DeadEnd("nothing may follow what the answer has so far")
+            raise GrammarFault(reason) if any(words in reason for words in _FORBIDDEN) else TooHard(reason)
 
 
 class LlguidanceCompiler:

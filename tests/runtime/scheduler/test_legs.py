@@ -114,6 +114,24 @@ def test_a_large_plain_request_gets_in_beside_hand_overs_that_never_pause(worker
     pairs[0].turn_to_idle()
 
 
+def test_a_plain_request_enters_at_once_when_the_leg_that_kept_it_out_ends(workers: Workers) -> None:
+    """Nothing runs, so no step looks again. Seen red: it waited until it was the elder."""
+    worker = workers("unified", pages=16, fake=True, flags={"queue_timeout": 1000}, other_leg_s=60.0)
+    leg, _ = Pair(worker, worker).ask(rid_of(1), prompt(40), 5, legs="p")
+    worker.scheduler.iterate()
+    plain = worker.admit(rid_of(2), prompt(100), 80)
+    for _ in range(5):
+        worker.scheduler.iterate()
+    assert worker.state(rid_of(2)) is State.WAITING
+    worker.scheduler.handle(m.Abort(rid=rid_of(1)))
+    worker.scheduler.iterate()
+    assert leg.failed.code == "aborted" and worker.state(rid_of(2)) is not State.WAITING
+    worker.scheduler.handle(m.Abort(rid=rid_of(2)))
+    while not worker.idle():
+        worker.scheduler.iterate()
+    assert plain.failed.code == "aborted"
+
+
 def test_plain_requests_are_retracted_and_decode_legs_are_not(workers: Workers) -> None:
     """A unified worker with a pool that its plain requests outgrow, while it serves decode legs."""
     flags: dict[str, object] = {"new_token_ratio": 0.01, "queue_timeout": 1000}

@@ -96,6 +96,7 @@ def test_a_grammar_starts_behind_the_end_of_reasoning() -> None:
         ("json_schema", '{"$ref": "#"}', "nothing may come first"),
         ("json_schema", '{"anyOf": [{"$ref": "#"}]}', "nothing may come first"),
         ("json_schema", '{"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1, "$defs": {"a": {"$ref": "#/$defs/a"}}}', "dead end"),
+        ("lark", 'start: "a" start', "too hard to follow"),
     ],
 )
 def test_a_bad_grammar_fails_its_own_request_with_the_reason(kind: str, text: str, word: str) -> None:
