@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from fleet_cli.children import Child, end_all
 from fleet_contract.launch import BadFlag, RuntimeLaunch, user_args_to_fields
@@ -32,6 +33,9 @@ STOP_LIMIT_S = 20.0
 
 class ServeError(Exception):
     """What went wrong, in one message for the user."""
+
+
+ROUTER_FLAGS: Final = ("api-key-file", "tls-cert-file", "tls-key-file", "cors-origins")  # of --set: of the endpoint, not of workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Plan:
     context_length: int
     kv_cache_memory: int
     fields: dict[str, str]  # other runtime flags
+    router_flags: dict[str, str]
 
     def launch(self, role: str, announce: Path) -> RuntimeLaunch:
         """Flags of one worker: every port free, all on loopback. Raises BadFlag."""
@@ -83,7 +88,11 @@ def parse(argv: Sequence[str]) -> Plan:
     p.add_argument("--context-length", type=int, default=2048, help="longest prompt + answer in tokens (default %(default)s)")
     p.add_argument("--kv-cache-memory", type=byte_count, default=512 << 20, help="memory of KV pages of each worker, as 512Mi or 2Gi (default 512Mi)")
     p.add_argument(
-        "--set", action="append", default=[], metavar="FLAG=VALUE", help="a flag marked args in docs/flags.md, for workers; repeat for more"
+        "--set",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE",
+        help="a flag marked args in docs/flags.md, for workers (keys, TLS and CORS: for the endpoint); repeat for more",
     )
     p.add_argument("--log-dir", type=Path, help="folder for the logs (default: a temporary one, removed at a clean end)")
     a = p.parse_args(argv)
@@ -100,6 +109,7 @@ def parse(argv: Sequence[str]) -> Plan:
         if not eq:
             raise ServeError(f"--set {item!r}: FLAG=VALUE is needed, as in --set max-rows=8")
         split[flag.removeprefix("--")] = value
+    router_flags = {flag: split.pop(flag) for flag in ROUTER_FLAGS if flag in split}  # the endpoint that clients see is the router's
     try:
         fields = user_args_to_fields(split)
     except BadFlag as e:
@@ -111,7 +121,7 @@ def parse(argv: Sequence[str]) -> Plan:
     else:
         roles = (ROLE_UNIFIED,) * (a.workers or 1)
     name = a.name or a.model.rstrip("/").rsplit("/", 1)[-1].rstrip(":")
-    return Plan(a.model, a.host, a.port, roles, name, a.log_dir, a.context_length, a.kv_cache_memory, fields)
+    return Plan(a.model, a.host, a.port, roles, name, a.log_dir, a.context_length, a.kv_cache_memory, fields, router_flags)
 
 
 def check_port(host: str, port: int) -> None:
@@ -176,11 +186,13 @@ class Fleet:
         path = self.folder / "router.json"
         argv = ["radixfleet-router", "--static", ",".join(urls), "--host", self.plan.host, "--data-port", str(self.plan.port)]
         argv += ["--control-host", "127.0.0.1", "--control-port", str(self.control_port()), "--announce", str(path)]
+        argv += [word for flag, value in self.plan.router_flags.items() for word in (f"--{flag}", value)]
         self.router = Child.start("router", command(argv), self.folder / "router.log")
         ports = self.announced([path])[0]
         self.control_url = f"http://127.0.0.1:{ports['controlPort']}"
         self.wait_ready(f"{self.control_url}/readyz")
-        return f"http://{self.plan.host if ':' not in self.plan.host else '[' + self.plan.host + ']'}:{ports['dataPort']}"
+        scheme = "https" if "tls-cert-file" in self.plan.router_flags else "http"
+        return f"{scheme}://{self.plan.host if ':' not in self.plan.host else '[' + self.plan.host + ']'}:{ports['dataPort']}"
 
     def control_port(self) -> int:
         """The usual one, so that `radixfleet top` finds it by itself; another when that is taken or the endpoint's port is any."""
@@ -255,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"ready after {time.monotonic() - started:.1f} s: {url}/v1  (model {plan.name}, logs in {folder})")
         print(f"dashboard: {fleet.control_url}/  (in the terminal: radixfleet top --url {fleet.control_url})")
         print(f"""try it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {"-k " if url.startswith("https") else ""}{url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{plan.name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0, "stream": true}}'
 Ctrl-C ends it.""")
         sys.stdout.flush()

@@ -37,7 +37,9 @@ class RuntimeLaunch(BaseModel):
     kv_cache_memory: int = Field(default=1 << 30, ge=1 << 16, description="Bytes for KV pages")
     drain_timeout: int = Field(default=300, ge=0, le=86_400, description="Seconds for running requests after SIGTERM")
     host: str = Field(default="0.0.0.0", description="Address of the data port")
-    internal_host: str = Field(default="0.0.0.0", description="Address of the internal port and of the worker-to-worker ports")
+    internal_host: str = Field(
+        default="0.0.0.0", description="Address of the internal port and of the worker-to-worker ports; not given: loopback where --host is"
+    )
     data_port: Port = Field(default=names.RUNTIME_DATA_PORT, description="Public API")
     internal_port: Port = Field(default=names.RUNTIME_INTERNAL_PORT, description="Routed requests, probes and control calls")
     bootstrap_port: Port = Field(default=names.RUNTIME_BOOTSTRAP_PORT, description="Bootstrap server of a prefill worker")
@@ -100,7 +102,7 @@ class RuntimeLaunch(BaseModel):
         out: list[str] = []
         for name, info in type(self).model_fields.items():
             value = getattr(self, name)
-            if value == info.default:
+            if value == info.default and not (name == "internal_host" and is_loopback(self.host)):
                 continue
             flag = flag_name(name)
             for item in value if isinstance(value, tuple) else (value,):
@@ -131,6 +133,8 @@ class RuntimeLaunch(BaseModel):
                 faults.append(f"{flag} is given twice; give it once")
             else:
                 values[field] = value
+        if is_loopback(values.get("host", "")):
+            values.setdefault("internal_host", values["host"])  # who keeps the data port to this machine wants no other port on the network
         if not faults:
             try:
                 return cls.model_validate(values)
@@ -159,6 +163,11 @@ USER_FLAGS: Final = tuple(n.replace("_", "-") for n in RuntimeLaunch.model_field
 def flag_name(field: str) -> str:
     """`max_rows` -> `--max-rows`."""
     return "--" + field.replace("_", "-")
+
+
+def is_loopback(host: str) -> bool:
+    """An address that only this machine reaches."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def sentence(err: Any, values: dict[str, Any]) -> str:

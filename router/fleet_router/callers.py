@@ -34,10 +34,12 @@ class Bucket:
     per_minute: float
     level: float = 0.0
     at: float = 0.0
+    told: float = 0.0  # the limit that this is a share of, for messages
 
     @classmethod
-    def full(cls, per_minute: float, now: float) -> Bucket:
-        return cls(per_minute, per_minute, now)
+    def full(cls, per_minute: float, now: float, share: float = 1.0) -> Bucket:
+        size = max(per_minute * share, min(per_minute, 1.0))
+        return cls(size, size, now, per_minute)
 
     def wait_s(self, units: float, now: float) -> float:
         """Until so many may be taken; more than a whole minute's have to find a full bucket."""
@@ -90,14 +92,14 @@ class Caller:
         """Raises ApiError 429."""
         if self.requests is not None:
             if wait := self.requests.wait_s(1, now):
-                raise _too_many("requests", self.requests.per_minute, wait)
+                raise _too_many("requests", self.requests.told, wait)
             self.requests.take(1)
 
     def charge(self, tokens: int, now: float) -> None:
         """Prompt and expected answer, before any is computed. Raises ApiError 429."""
         if self.tokens is not None:
             if wait := self.tokens.wait_s(tokens, now):
-                raise _too_many("tokens", self.tokens.per_minute, wait)
+                raise _too_many("tokens", self.tokens.told, wait)
             self.tokens.take(tokens)
 
     def settle(self, charged: int, used: int) -> None:
@@ -179,7 +181,7 @@ def _caller(key: KeyFacts, now: float, share: float) -> Caller:
         return Caller(tenant=key.digest.hex()[:16], classes=_classes(KeyLine("")))
 
     def bucket(limit: int) -> Bucket | None:
-        return Bucket.full(max(1.0, limit * share), now) if limit else None
+        return Bucket.full(limit, now, share) if limit else None
 
     return Caller(
         line.name or key.digest.hex()[:16], line.models, line.priority_class, _classes(line),

@@ -104,6 +104,11 @@ class Counters:
         )
 
 
+def number(value: float) -> str:
+    """All digits: a counter of millions has to show that it grew by one."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
 def render(snapshot: Snapshot | None) -> str:
     """Prometheus text format 0.0.4. None: the brain does not answer, only `up 0` is known."""
     if snapshot is None:
@@ -118,13 +123,13 @@ def render(snapshot: Snapshot | None) -> str:
                 lines.append(f"# TYPE radixfleet_router_{name} {kind}")
                 last = name
             inner = ",".join(f'{k}="{v}"' for k, v in labels)
-            lines.append(f"radixfleet_router_{name}{'{' + inner + '}' if inner else ''} {value:g}")
+            lines.append(f"radixfleet_router_{name}{'{' + inner + '}' if inner else ''} {number(value)}")
     lines.append(f"# HELP radixfleet_router_first_byte_seconds {_HELP['first_byte_seconds']}")
     lines.append("# TYPE radixfleet_router_first_byte_seconds histogram")
     total = 0
     for limit, count in zip([*map(str, BUCKETS_S), "+Inf"], snapshot.first_byte, strict=True):
         total += count
         lines.append(f'radixfleet_router_first_byte_seconds_bucket{{le="{limit}"}} {total}')
-    lines.append(f"radixfleet_router_first_byte_seconds_sum {snapshot.first_byte_sum:g}")
+    lines.append(f"radixfleet_router_first_byte_seconds_sum {number(snapshot.first_byte_sum)}")
     lines.append(f"radixfleet_router_first_byte_seconds_count {total}")
     return "\n".join(lines) + "\n"

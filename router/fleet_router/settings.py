@@ -213,6 +213,8 @@ def parse(argv: Sequence[str]) -> Settings:
     urls = tuple(dict.fromkeys(u.strip() for part in static for u in part.split(",") if u.strip()))
     if a["kubernetes"] == bool(static):
         raise BadFlag("give one of --kubernetes and --static URL[,URL...]: where do workers come from?")
+    if a["kubernetes"] and not a["kubeconfig"] and "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise BadFlag("--kubernetes without --kubeconfig is for a pod with a service account; outside a cluster give --kubeconfig FILE")
     if a["kubeconfig"] and not a["kubernetes"]:
         raise BadFlag("--kubeconfig needs --kubernetes")
     keys = [split_url(url).key for url in urls]

@@ -83,3 +83,10 @@ def test_replay_is_the_router_s_program(tmp_path: Path) -> None:
     log.write_text('{"time": 0, "input_length": 700, "output_length": 3}\n')
     done = subprocess.run([sys.executable, "-m", "fleet_cli", "replay", str(log), "--workers", "2"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and "1 requests, 2 workers" in done.stdout
+
+
+def test_what_clients_have_to_bring_is_asked_for_by_the_router() -> None:
+    plan = serve.parse(["m", "--set", "api-key-file=k", "--set", "tls-cert-file=c", "--set", "tls-key-file=t", "--set", "max-rows=8"])
+    assert plan.router_flags == {"api-key-file": "k", "tls-cert-file": "c", "tls-key-file": "t"}
+    launch = plan.launch("unified", Path("a"))
+    assert (launch.api_key_file, launch.tls_cert_file, launch.max_rows) == ("", "", 8)

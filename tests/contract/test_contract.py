@@ -36,6 +36,19 @@ def test_launch_flags_survive_the_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "internal"),
+    [
+        ([], "0.0.0.0"), (["--host", "127.0.0.1"], "127.0.0.1"), (["--host", "::1"], "::1"), (["--host", "10.0.0.1"], "0.0.0.0"),
+        (["--host", "127.0.0.1", "--internal-host", "0.0.0.0"], "0.0.0.0"),
+    ],
+)  # fmt: skip
+def test_a_worker_of_this_machine_alone_has_no_port_on_the_network_unless_told_so(argv: list[str], internal: str) -> None:
+    launch = RuntimeLaunch.from_argv(["--model", "m", *argv])
+    assert launch.internal_host == internal
+    assert RuntimeLaunch.from_argv(launch.to_argv()) == launch
+
+
+@pytest.mark.parametrize(
     ("argv", "parts"),
     [
         ([], ["--model is missing"]),

@@ -262,6 +262,7 @@ async def test_workers_may_come_after_the_router(make_worker: MakeWorker, make_r
     [
         ([], "--kubernetes and --static"),
         (["--kubernetes", "--static", "http://127.0.0.1:1"], "--kubernetes and --static"),
+        (["--kubernetes"], "outside a cluster give --kubeconfig FILE"),
         (["--static", "127.0.0.1:1"], "http://HOST:PORT"),
         (["--static", "http://127.0.0.1"], "http://HOST:PORT"),
         (["--static", "http://127.0.0.1:99999"], "--static"),

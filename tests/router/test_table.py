@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from fleet_contract.worker import Profile, WorkerRecord
+from fleet_router.metrics import number
 from fleet_router.decide.load import LoadTable, Speed
 from fleet_router.observed import PodFacts, ServiceFacts
 from fleet_router.registry import Endpoint, worker_state
@@ -129,3 +130,8 @@ POD = PodFacts("u", "p", "demo", "chat", "prefill", "aa", "10.0.0.1", ready=True
 )
 def test_the_state_of_a_worker(pod: PodFacts | None, endpoint: dict[str, bool], draining: bool, state: str) -> None:
     assert worker_state(Endpoint("k", "h", 1, pod, **endpoint), draining=draining) == state
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (123456789.0, "123456789"), (1e15 + 1, "1000000000000001"), (0.25, "0.25"), (1234567.125, "1234567.125")])
+def test_samples_of_metrics_keep_all_their_digits(value: float, text: str) -> None:
+    assert number(value) == text

@@ -97,7 +97,11 @@ def mutant(rng: random.Random) -> tuple[str, bytes]:
 
 def _change(body: Any, rng: random.Random) -> None:
     """One value, key or name somewhere in the body."""
-    where, key = rng.choice(places(body) or [(body, "x")])
+    found = places(body)
+    if not found:  # all was taken out
+        body[rng.choice(_NAMES)] = copy.deepcopy(rng.choice(_NASTY))
+        return
+    where, key = rng.choice(found)
     kind = rng.random()
     if kind < 0.5:
         where[key] = copy.deepcopy(rng.choice(_NASTY))
