@@ -23,7 +23,7 @@ class BadFlag(ValueError):
 class RuntimeLaunch(BaseModel):
     """One runtime's command line. Port 0 = any free port, advertised in `GET /worker` and in the announce file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     # Set by the operator.
     model: str = Field(description="Model: bundled://NAME, file:///path of a folder or a .gguf file, its path, or simulated://")

@@ -176,3 +176,11 @@ def test_the_page_of_flags_is_what_the_flags_say() -> None:
 def test_there_are_fewer_than_sixty_flags_and_each_is_described() -> None:
     assert len(RuntimeLaunch.model_fields) < 60
     assert all(info.description for info in RuntimeLaunch.model_fields.values())
+
+
+@pytest.mark.parametrize("name", ["simulated-step-base-ms", "simulated-prefill-tokens-per-s", "new-token-ratio"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_flag_is_a_finite_number(name: str, value: str) -> None:
+    """Seen red: with steps that take for ever the worker never became ready."""
+    with pytest.raises(BadFlag, match=f"--{name} is '{value}'"):
+        RuntimeLaunch.from_argv(["--model=simulated://", f"--{name}={value}"])

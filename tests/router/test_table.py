@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from fleet_contract.worker import Profile, WorkerRecord
-from fleet_router.metrics import number
 from fleet_router.decide.load import LoadTable, Speed
+from fleet_router.metrics import number
 from fleet_router.observed import PodFacts, ServiceFacts
 from fleet_router.registry import Endpoint, worker_state
 from fleet_router.reports import fleet_report
@@ -132,6 +132,8 @@ def test_the_state_of_a_worker(pod: PodFacts | None, endpoint: dict[str, bool], 
     assert worker_state(Endpoint("k", "h", 1, pod, **endpoint), draining=draining) == state
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0"), (123456789.0, "123456789"), (1e15 + 1, "1000000000000001"), (0.25, "0.25"), (1234567.125, "1234567.125")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (123456789.0, "123456789"), (1e15 + 1, "1000000000000001"), (0.25, "0.25"), (1234567.125, "1234567.125")]
+)
 def test_samples_of_metrics_keep_all_their_digits(value: float, text: str) -> None:
     assert number(value) == text
