@@ -80,8 +80,7 @@ class PeerExchange:
             await self._end(key)
         if self._subscriptions is not None:
             await _cancelled(self._subscriptions)
-        self._out.close()
-        self._context.term()
+        self._context.destroy(linger=GOODBYE_MS)
 
     # -- who there is
 
