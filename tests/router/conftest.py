@@ -43,7 +43,9 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
     """
     started: list[Fleet] = []
 
-    async def make(*workers: FakeWorker, wait: bool = True, split: bool = False, max_files: int = 4096, peer_socket: Any = None, **settings: Any) -> Fleet:
+    async def make(
+        *workers: FakeWorker, wait: bool = True, split: bool = False, max_files: int = 4096, peer_socket: Any = None, **settings: Any
+    ) -> Fleet:
         options = {"router_id": "r", "host": "127.0.0.1", "poll_interval": 0.05, "static": tuple(w.url for w in workers)} | settings
         edge = (SplitEdge if split else Single)(Settings(**options), max_files=max_files)
         data = bind("127.0.0.1", 0, "--data-port")

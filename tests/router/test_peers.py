@@ -360,8 +360,8 @@ async def test_every_router_counts_what_the_others_have_in_flight_and_no_request
     assert [len(w.legs) for w in workers] == [3, 3], "each pick saw those before it, of whichever router"
     assert [f.inflight() for f in fleets] == [2, 2, 2], "but only its own is for a drain to wait for"
     for w in workers:
-        picks = [(leg.routed.pick or "").rpartition(":") for leg in w.legs]
-        seen = {router: Seen(max(int(n) for r, _, n in picks if r == router)) for router, _, _ in picks}
+        picks = [leg.routed.pick for leg in w.legs if leg.routed.pick is not None]
+        seen = {router: Seen(max(n for r, n in picks if r == router)) for router, _ in picks}
         await w.publish(pend=1234, run=0, seen=seen)
     await until(lambda: all([x[0] for x in loads(f)] == [1234, 1234] for f in fleets), "the worker's word stands for all its requests")
     go.set()
@@ -406,7 +406,12 @@ async def test_router_pods_of_a_snapshot_are_read_and_we_know_ourselves(
     own = bind("127.0.0.2", port, "--peer-port")
     fleet = await make_fleet(*other.workers, peer_port=port, peer_socket=own)
     exchange = fleet.edge.host._peers
-    pods = [RouterFacts("me", "127.0.0.2"), RouterFacts("other", "127.0.0.1"), RouterFacts("starting"), RouterFacts("dead", "127.0.0.3", terminal=True)]
+    pods = [
+        RouterFacts("me", "127.0.0.2"),
+        RouterFacts("other", "127.0.0.1"),
+        RouterFacts("starting"),
+        RouterFacts("dead", "127.0.0.3", terminal=True),
+    ]
     exchange.set_routers(pods, port)
     await until(lambda: fleet.brain.peers() == {"expected": 1, "live": 1}, "one other")
     exchange.set_routers(pods[:1], port)
