@@ -118,8 +118,9 @@ class PeerExchange:
     def _plan(self) -> None:
         """Something is to be said."""
         if self._sending is None:
-            wait_s = self._sent_at + COALESCE_S - self._loop.time()
-            self._sending = self._loop.call_soon(self._send_changes) if wait_s <= 0 else self._loop.call_later(wait_s, self._send_changes)
+            due = self._sent_at + COALESCE_S
+            soon = due <= self._loop.time()
+            self._sending = self._loop.call_soon(self._send_changes) if soon else self._loop.call_at(due, self._send_changes)
 
     def _send_changes(self) -> None:
         self._sending = None

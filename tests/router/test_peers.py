@@ -398,6 +398,29 @@ async def test_a_silent_router_is_dropped_counted_and_taken_back_when_it_speaks_
     assert second.counter("peer_silences_total") == 1
 
 
+@pytest.mark.rule("R31")
+async def test_r31_what_comes_together_leaves_together_and_waits_for_2_ms_at_most(
+    make_worker: MakeWorker, make_routers: Callable[..., Awaitable[list[Fleet]]]
+) -> None:
+    (fleet,) = await make_routers(1, await make_worker())
+    exchange, loop = fleet.edge.host._peers, asyncio.get_running_loop()
+    sent: list[PeerMessage] = []
+    exchange._send = sent.append
+    load = fleet.brain.deciding.load.slots[0]
+    exchange._sent_at = loop.time() - 1.0
+    picks = [load.pick(100, 100, 100, 0.0) for _ in range(5)]
+    assert not isinstance(exchange._sending, asyncio.TimerHandle), "nothing was said of late: it leaves in this turn of the loop"
+    await until(lambda: sent, "it left")
+    assert [len(w.picks) for w in sent[0].workers] == [5]
+    exchange._sent_at = loop.time()
+    load.release(picks[0])
+    assert isinstance(exchange._sending, asyncio.TimerHandle) and exchange._sending.when() <= exchange._sent_at + 0.002 + 1e-6
+    load.start(picks[1], 1.0)
+    await until(lambda: [m for m in sent[1:] if not m.whole], "the rest left")
+    (rest,) = [m for m in sent[1:] if not m.whole]
+    assert [(w.ended, [p.started for p in w.picks]) for w in rest.workers] == [([0], [True])]
+
+
 async def test_router_pods_of_a_snapshot_are_read_and_we_know_ourselves(
     make_worker: MakeWorker, make_fleet: MakeFleet, make_routers: Callable[..., Awaitable[list[Fleet]]]
 ) -> None:

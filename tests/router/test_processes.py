@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
