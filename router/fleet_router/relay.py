@@ -32,6 +32,8 @@ from fleet_router.table import WorkerView
 log = logging.getLogger(__name__)
 
 PEER_CAUSE_S: Final = 0.1  # a derived error waits so long for the other leg's own
+WELL: Final = ("ready", "draining")  # states of a worker that computes
+LOOK_AGAIN_S: Final = 1.0  # at the workers of an answer that takes long
 DEADLINE_GRACE_S: Final = 1.0  # the worker's own deadline answer comes first
 MAX_HELD_BYTES: Final = 64 << 10  # of one unfinished event
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is no stream
@@ -50,6 +52,7 @@ class Timing:
 
     first_token_s: float
     silence_s: float
+    answer_s: float  # of an answer in one piece: nobody sees its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,8 +392,20 @@ class Attempt:
         self._finish(Outcome(failure=self._failures[0]))
 
     def _late(self) -> None:
+        """The first token is overdue. An answer in one piece may take longer, as long as its workers are well: they have that limit too."""
         worker = self._lease.serving.worker
-        error = errors.worker_timeout(worker.name, "gave no first token", self._timing.first_token_s, "--first-token-timeout of the router")
+        took = self._loop.time() - self._began
+        if (
+            not self._stream_asked
+            and not self._serving.status
+            and all(leg.worker.state in WELL and not leg.worker.removed for leg in self._lease.legs())
+        ):
+            if took < self._timing.answer_s:
+                self._set_timer(min(LOOK_AGAIN_S, self._timing.answer_s - took), self._late)
+                return
+            error = errors.worker_timeout(worker.name, "gave no whole answer", self._timing.answer_s, "--answer-timeout of the router")
+        else:
+            error = errors.worker_timeout(worker.name, "gave no first token", self._timing.first_token_s, "--first-token-timeout of the router")
         self._finish(Outcome(failure=Failure(error, worker)))
 
     def _transfer_late(self) -> None:

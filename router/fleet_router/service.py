@@ -205,7 +205,7 @@ class DataService:
             lease, prompt = await self._lease(parsed, exchange, trail, prompts)
             with lease:
                 left = max(0.001, trail.deadline - loop.time())
-                attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout))
+                attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout, self.settings.answer_timeout))
                 exchange.head_lines = _told(parsed, lease, exchange.request.request_id)
                 one.attempt = attempt
                 outcome = await attempt.run(parsed, prompt)

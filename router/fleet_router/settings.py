@@ -50,6 +50,7 @@ class Settings(Struct, frozen=True):
     max_queue: int = 1024
     first_token_timeout: float = 120.0
     silence_timeout: float = 60.0
+    answer_timeout: float = 3600.0
     drain_timeout: float = 60.0
     drain_delay: float = 0.0
     poll_interval: float = 1.0
@@ -124,6 +125,7 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("max_queue", _count(0, 1_000_000), "N", "requests that wait so, per service"),
         ("first_token_timeout", _seconds, "SECONDS", "until a worker's first token"),
         ("silence_timeout", _seconds, "SECONDS", "between two parts of a worker's stream"),
+        ("answer_timeout", _seconds, "SECONDS", "for the whole of an answer that comes in one piece, while its worker is well"),
     ),
     "who may call the data port (files are read again when they change)": (
         ("api_key_file", str, "FILE", "API keys, one a line: plain, sha256:<hex>, or a JSON object with limits; empty: none is asked for"),

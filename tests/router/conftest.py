@@ -54,6 +54,8 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
         started.append(fleet)
         if wait:
             await until(lambda: fleet.ready() == len(workers), "all workers are ready")
+            served = fleet.edge.desk.table.services.values
+            await until(lambda: fleet.edge.desk.synced or not any(s.ready_units() for s in served()), "the router knows all that it can")
             revisions = {w.record.model_revision for w in workers}
             await until(lambda: all(edge.encoders.get(r) is not None for r in revisions), "the tokenizers are here")
         return fleet

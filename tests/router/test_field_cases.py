@@ -285,6 +285,27 @@ async def test_the_gauge_of_requests_in_flight_is_the_truth_at_each_moment(make_
     assert all(w["pend"] == w["run"] == 0 for w in fleet.told())
 
 
+@pytest.mark.case("C47")
+@pytest.mark.processes
+async def test_a_wrong_key_is_the_client_s_alone_and_keys_are_told_nowhere(make_worker: MakeWorker, make_router: Any, tmp_path: Path) -> None:
+    """The worker's own key: test_other_engines.py. Red with the authorization header in the text of the 401."""
+    worker = await make_worker()
+    (tmp_path / "keys").write_text("the-right-key-1\n")
+    router = await make_router("--static", worker.url, "--api-key-file", str(tmp_path / "keys"), "--log-level", "debug")
+    url = f"{router.url}/v1/chat/completions"
+    for name in ("Authorization", "authorization", "AUTHORIZATION"):
+        for scheme in ("Bearer", "bearer"):
+            assert (await router.http.post(url, json=CHAT, headers={name: f"{scheme} the-right-key-1"})).status_code == 200
+        told = [await router.http.post(url, json=CHAT, headers=h) for h in ({name: "Bearer a-wrong-key-22"}, {}) for _ in range(10)]
+        assert {(r.status_code, r.json()["error"]["type"]) for r in told} == {(401, "authentication_error")}
+        assert not [r for r in told if "wrong-key" in r.text]
+    assert len(worker.legs) == 6
+    await router.until_workers(1)
+    assert [w["breaker"] for w in (await router.get("/workers"))["workers"]] == ["closed"]
+    pages = [(await router.http.get(router.control + path)).text for path in ("/metrics", "/workers", "/debug/route")] + [router.log.read_text()]
+    assert not [page for page in pages if "right-key" in page or "wrong-key" in page]
+
+
 @pytest.mark.case("C49")
 @pytest.mark.rule("R38")
 @pytest.mark.processes

@@ -98,6 +98,7 @@ async def test_a_worker_that_was_away_comes_back_as_another_incarnation(kind: An
     await until(lambda: fleet.ready() == 0, "its health counts")
 
 
+@pytest.mark.case("C47")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_api_key_goes_to_the_worker_and_nowhere_else(kind: Any, start_engine: Start, front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXFLEET_WORKER_KEY_TINY", "secret-of-the-worker")

@@ -359,11 +359,39 @@ async def test_a_worker_without_a_first_token_ends_by_the_router_s_limit(make_wo
     worker = await make_worker()
     fleet = await make_fleet(worker, first_token_timeout=0.2)
     worker.default = Script(wait=asyncio.Event())
-    response = await fleet.chat()
+    response = await fleet.chat(stream=True)
     assert (response.status_code, code(response)) == (504, "worker_timeout")
     assert "--first-token-timeout" in response.json()["error"]["message"]
     await until(lambda: len(worker.aborts) == 1, "the worker is told")
     assert worker.legs[0].routed.deadline_ms is not None and worker.legs[0].routed.deadline_ms <= 200
+
+
+async def test_an_answer_in_one_piece_may_take_longer_than_a_first_token_while_its_worker_is_well(
+    make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer of thousands of tokens has no byte before its last token."""
+    monkeypatch.setattr("fleet_router.relay.DEADLINE_GRACE_S", 0.1)
+    monkeypatch.setattr("fleet_router.relay.LOOK_AGAIN_S", 0.1)
+    worker = await make_worker()
+    fleet = await make_fleet(worker, first_token_timeout=0.2, answer_timeout=1.5)
+    gate = asyncio.Event()
+    worker.scripts.append(Script(wait=gate))
+    asking = asyncio.create_task(fleet.chat())
+    await asyncio.sleep(0.8)
+    assert not asking.done()
+    gate.set()
+    assert (await asking).status_code == 200
+    worker.default = Script(wait=asyncio.Event())
+    late = await fleet.chat()
+    assert (late.status_code, code(late)) == (504, "worker_timeout") and "--answer-timeout" in late.json()["error"]["message"]
+    await until(lambda: fleet.ready() == 1, "the worker answers its polls")
+    asking = asyncio.create_task(fleet.chat())
+    await until(lambda: fleet.inflight() == 1, "it is with the worker")
+    worker.ready = False  # it says that it is not well
+    stalled = await asking
+    assert stalled.status_code == 504 and "--first-token-timeout" in stalled.json()["error"]["message"]
+    worker.ready = True
+    await fleet.idle()
 
 
 async def test_a_stream_that_falls_silent_ends_by_the_router_s_limit(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:

@@ -22,8 +22,9 @@ from typing import Final
 
 import psutil
 
+from fleet_contract import names
 from fleet_testing import http_reference
-from fleet_testing.fake_worker import FakeWorker
+from fleet_testing.fake_worker import FakeWorker, Received
 from fleet_testing.router_process import RouterProcess
 
 MAX_GROWTH_BYTES: Final = 12 << 20
@@ -171,15 +172,16 @@ async def storm(router: RouterProcess, worker: FakeWorker, count: int, seed: int
             cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice((0, 0, 0, 1, 3, 20))))
             batch.append((data, [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]))
         await asyncio.gather(*(one(*b) for b in batch))
-        found.faults += [f"the worker got {leg.body[:300]!r}, which nobody sent" for leg in worker.legs if _text(leg.body) not in bodies]
+        found.faults += [f"the worker got {leg.body[:300]!r}, which nobody sent" for leg in worker.legs if _text(leg) not in bodies]
         worker.received.clear()
         bodies.clear()
     return found
 
 
-def _text(body: bytes) -> bytes:
+def _text(leg: Received) -> bytes:
     """The client's JSON, without the token ids behind it."""
-    return body[: body.rfind(b"}") + 1]
+    length = leg.header(names.HEADER_JSON_LENGTH)
+    return leg.body if length is None else leg.body[: int(length)]
 
 
 async def _exchange(port: int, pieces: list[bytes]) -> bytes | None:

@@ -45,14 +45,8 @@ def requests(data: bytes) -> Reading:
     """The requests that are in these bytes, up to the first that is none, or that says it is the last."""
     out, at = Reading(), 0
     while True:
-        while data[at : at + 1] in (b"\r", b"\n"):  # empty lines before a request are ignored; the parser takes a bare LF for one
-            if data[at : at + 2] == b"\r\n":
-                at += 2
-            elif data[at : at + 1] == b"\n":
-                at += 1
-            else:
-                out.rest = "bad" if at + 1 < len(data) else "unfinished"
-                return out
+        while data[at : at + 1] in (b"\r", b"\n"):  # empty lines before a request are ignored; the parser takes half of one for such
+            at += 1
         if at == len(data):
             return out
         try:
