@@ -42,7 +42,7 @@ class Answers:
         brain = self._brain
         match ask.what:
             case "ready":
-                return msgspec.json.encode(self._edges.readiness() | {"events": reports.streams(brain)})
+                return msgspec.json.encode(self._edges.readiness() | {"events": reports.streams(brain), "peers": brain.peers()})
             case "metrics":
                 return msgspec.msgpack.encode(self._edges.snapshot())
             case "workers":

@@ -86,6 +86,7 @@ class Brain:
         self.watchers: list[WorkerWatcher] = []
         self.stream_of: Callable[[Worker], dict[str, Any]] | None = None  # how a worker's KV events are; set by their reader
         self.streams_settled: Callable[[], bool] = lambda: True
+        self.peers: Callable[[], dict[str, int]] = lambda: {"expected": 0, "live": 0}  # other routers
         self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
@@ -408,6 +409,10 @@ class Brain:
             self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
         prefill = legs[0] if len(legs) == 2 else None
         return Lease(self, self._leases, self.pick_id, legs[-1], prefill, want.prompt_tokens, taken.predicted_tokens, decision.waited_s)
+
+    def load_changed(self) -> None:
+        """Other routers told what they do."""
+        self._look_soon()
 
     def _look_soon(self) -> None:
         """Something may have freed a worker: the queues are looked at once in this turn of the loop."""

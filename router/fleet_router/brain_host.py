@@ -1,8 +1,9 @@
-"""A brain with its senses: registry and load reports. The same in a process of its own (`brain_process`) and beside one edge (`single`)."""
+"""A brain with all its senses. The same in a process of its own (`brain_process`) and beside one edge (`single`)."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 from fleet_router.brain import Brain
@@ -10,6 +11,7 @@ from fleet_router.http_client import Pool
 from fleet_router.kv_feed.reader import KvReader
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
+from fleet_router.peers import PeerExchange
 from fleet_router.registry import Endpoint, Registry
 from fleet_router.settings import Settings, split_url
 from fleet_router.static_workers import StaticWorkers
@@ -26,24 +28,33 @@ class BrainHost:
         self.static_workers = StaticWorkers(self.brain, self.registry)
         self._on_ready = on_ready
         self.kv_reader = KvReader(self.brain)
+        self._peers: PeerExchange | None = None
         self.brain.poke = self.registry.poke
         self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
 
-    def start(self) -> None:
-        """Begins to ask workers."""
+    def start(self, peers: socket.socket | None = None) -> None:
+        """Begins to ask workers. Args: peers: the port for other routers, bound and listening; None: there are none."""
         self.registry.start()
         self.kv_reader.start()
         if self.settings.static:
             self.registry.set_static([split_url(url) for url in self.settings.static])
+        if peers is not None:
+            self._peers = PeerExchange(self.brain)
+            self._peers.start(peers)
+            self._peers.set_addresses({address: address for address in self.settings.peers})
 
     async def close(self) -> None:
         await self.registry.close()
         await self.kv_reader.close()
+        if self._peers is not None:
+            await self._peers.close()
 
     def take_observed(self, observed: Observed) -> None:
         """A snapshot of discovery: pods first, so that nothing new is picked on one that goes."""
         self.registry.set_pods(observed.pods)
+        if self._peers is not None:
+            self._peers.set_routers(observed.routers, self.settings.peer_port)
         self.brain.take_observed(observed)
 
     def _endpoint_changed(self, endpoint: Endpoint) -> None:

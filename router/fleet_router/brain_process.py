@@ -35,7 +35,7 @@ async def serve(handover: Handover) -> int:
     server = DeskServer(host.brain, settings.workers, host.take_observed)
     server.answer = Answers(host.brain, server, host.static_workers).answer
     link = LinkServer(server.make_channel)
-    host.start()
+    host.start(handover.peer_socket())
     await link.start(socket.socket(fileno=handover.link_fd))
     server.start()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Discovery from the API server: lists and watches InferenceServices and worker pods, and hands whole snapshots on.
+"""Discovery from the API server: lists and watches InferenceServices, worker and router pods, and hands whole snapshots on.
 
 Runs in the control process. Objects → facts is pure; the API server stands behind the Protocol `Source`. While it is away the last
 snapshot stays. Sources: Kubernetes API concepts, "Efficient detection of changes" (list, watch, 410 Gone, bookmarks).
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
 from fleet_contract import names
-from fleet_router.observed import Observed, PodFacts, ServiceFacts
+from fleet_router.observed import Observed, PodFacts, RouterFacts, ServiceFacts
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +97,22 @@ def pod_facts(o: Json) -> PodFacts | None:
     )
 
 
+def router_facts(o: Json) -> RouterFacts | None:
+    """One router pod as facts; None for another pod. All routers of the cluster serve the same workers, whatever their namespace."""
+    meta, status = _object(o, "metadata"), _object(o, "status")
+    labels = _object(meta, "labels")
+    if labels.get(names.LABEL_COMPONENT) != names.COMPONENT_ROUTER or labels.get(names.LABEL_NAME) != names.APP_NAME:
+        return None
+    terminal = status.get("phase") in ("Succeeded", "Failed")
+    return RouterFacts(uid=str(meta.get("uid", "")), ip=str(status.get("podIP") or ""), terminal=terminal)
+
+
 def observe(services: Mapping[str, Json], pods: Mapping[str, Json]) -> Observed:
     """The snapshot of both stores, in a fixed order."""
     found = sorted((service_facts(o) for o in services.values()), key=lambda s: s.key)
     workers = [p for p in map(pod_facts, pods.values()) if p is not None]
-    return Observed(found, sorted(workers, key=lambda p: (p.namespace, p.name, p.uid)))
+    routers = [r for r in map(router_facts, pods.values()) if r is not None]
+    return Observed(found, sorted(workers, key=lambda p: (p.namespace, p.name, p.uid)), sorted(routers, key=lambda r: r.uid))
 
 
 class Discovery:

@@ -15,7 +15,7 @@ from fleet_contract import names
 from fleet_router.discovery import PODS, WATCH_S, Gone, Json, SourceError
 
 LIST_TIMEOUT_S: Final = 30.0
-SELECTOR: Final = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
+SELECTOR: Final = f"{names.LABEL_COMPONENT} in ({names.COMPONENT_WORKER},{names.COMPONENT_ROUTER})"
 
 
 class KubernetesSource:

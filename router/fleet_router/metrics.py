@@ -6,6 +6,7 @@ Families (all start with `radixfleet_router_`): `requests_total{path,status}` an
 `prompt_tokens_total`, `predicted_cached_tokens_total`, `cached_tokens_total` for prompts whose worker told what it had cached;
 KV events: `event_gaps_total`, `event_restarts_total`, `event_replays_total`, `event_snapshots_total`, `event_rounds_given_up_total`,
 `event_streams_died_total`, `bad_events_total{reason}`, gauges `event_streams{trust}`, `event_lag_seconds`;
+other routers: gauge `peers{state}` (expected, live), `peer_silences_total`;
 `first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `edges` (with several), `workers{state}`, `index_keys`, `up`.
 Labels come from closed sets: no model, no client text.
 """
@@ -40,6 +41,8 @@ _HELP: Final = {
     "event_rounds_given_up_total": "Streams that could not be made whole: history counts until the next round of tries.",
     "event_streams_died_total": "Streams without even a heartbeat for so long that their content was dropped.",
     "bad_events_total": "KV events that were not used, by reason.",
+    "peers": "Other routers: how many there should be, and how many of them are heard.",
+    "peer_silences_total": "Times that another router was silent for so long that its picks stopped to count.",
     "event_streams": "Workers by how far their KV events are believed; none: they publish none.",
     "event_lag_seconds": "Longest time that the last KV events of a worker were on their way, by the clocks of both machines.",
     "first_byte_seconds": "From the whole request to the first byte of its answer.",

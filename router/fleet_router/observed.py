@@ -1,4 +1,4 @@
-"""What discovery tells the brain: services and worker pods, as plain facts. msgspec, because it crosses the link between processes.
+"""What discovery tells the brain: services, worker and router pods, as plain facts. msgspec, because it crosses the link between processes.
 
 Whole snapshots, never differences: a restarted reader needs only the last one.
 """
@@ -42,8 +42,17 @@ class PodFacts(Struct, frozen=True):
     drain_deadline: str | None = None  # the draining annotation, as written
 
 
+class RouterFacts(Struct, frozen=True):
+    """One router pod, ourselves included."""
+
+    uid: str
+    ip: str = ""
+    terminal: bool = False
+
+
 class Observed(Struct, frozen=True):
     """Everything discovery knows."""
 
     services: list[ServiceFacts] = field(default_factory=list)
     pods: list[PodFacts] = field(default_factory=list)
+    routers: list[RouterFacts] = field(default_factory=list)

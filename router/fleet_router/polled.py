@@ -17,8 +17,8 @@ UNKNOWN_PROMPT_TOKENS: Final = 512  # of a request that waits and is nobody's we
 
 
 def load_of_others(polled: PolledLoad, load: SlotLoad) -> LoadReport:
-    """A report for `SlotLoad.take_report` that names none of our picks. Pure."""
-    ours = list(load.picks.values())
+    """A report for `SlotLoad.take_report` that names none of our picks, nor of those that other routers told us. Pure."""
+    ours = list(load.all_picks())
     others = max(0, polled.running + polled.waiting - len(ours))
     running = min(polled.running, others)
     prompt = sum(p.room_tokens for p in ours) // len(ours) if ours else UNKNOWN_PROMPT_TOKENS

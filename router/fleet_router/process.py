@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
+import socket
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +22,11 @@ class Handover(Struct, frozen=True):
     listen_fd: int = -1
     link_fd: int = -1
     index: int = 0  # of an edge
+    peer_fd: int = -1
+
+    def peer_socket(self) -> socket.socket | None:
+        """The port for other routers; None without."""
+        return socket.socket(fileno=self.peer_fd) if self.peer_fd >= 0 else None
 
 
 def raise_file_limit() -> int:

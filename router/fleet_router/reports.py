@@ -73,6 +73,7 @@ def snapshot(brain: Brain, connections: int) -> Snapshot:
         ("index_keys", ()): len(brain.index),
     }
     gauges |= {("workers", (("state", state),)): n for state, n in states.items()}
+    gauges |= {("peers", (("state", state),)): n for state, n in brain.peers().items()}
     told = [stream_of(brain, w) for w in brain.workers if not w.removed]
     gauges |= {("event_streams", (("trust", trust),)): sum(t["trust"] == trust for t in told) for trust in TRUST}
     gauges[("event_lag_seconds", ())] = max((t["lagSeconds"] for t in told if t.get("lagSeconds") is not None), default=0.0)

@@ -61,6 +61,8 @@ class Settings(Struct, frozen=True):
     cors_origins: str = ""
     otlp_endpoint: str = ""
     workers: int = 1
+    peer_port: int = -1  # below 0: there are no other routers
+    peers: tuple[str, ...] = ()
     announce: str = ""
     log_level: str = "info"
 
@@ -173,6 +175,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="URL[,URL...]",
         help="internal URLs of runtimes, or vllm+http://HOST:PORT and sglang+http://HOST:PORT; may be repeated; '': see POST /workers",
     )
+    peers = p.add_argument_group("other routers in front of the same workers: each counts what the others do")
+    default_port = f"where they are told (default {names.ROUTER_PEER_PORT} with --kubernetes or --peers)"
+    peers.add_argument("--peer-port", type=_count(0, 65535), metavar="PORT", help=default_port)
+    peers.add_argument(
+        "--peers", action="append", default=[], metavar="HOST:PORT[,HOST:PORT...]", help="with --static: their peer ports; our own may be among them"
+    )
     for title, flags in _FLAGS.items():
         group = p.add_argument_group(title)
         for name, read, unit, text in flags:
@@ -206,6 +214,20 @@ def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors
             raise BadFlag(f"--api-key-file {api_key_file}: {e}") from e
 
 
+def _peers(given: list[str], port: int | None, *, in_cluster: bool) -> tuple[tuple[str, ...], int]:
+    """Addresses of other routers, and our port for them; -1: none. Raises BadFlag."""
+    peers = tuple(dict.fromkeys(a.strip() for part in given for a in part.split(",") if a.strip()))
+    if peers and in_cluster:
+        raise BadFlag("--peers needs --static: with --kubernetes the other routers are found")
+    if in_cluster and port == 0:
+        raise BadFlag("--peer-port 0 with --kubernetes: the other routers could not find it; give a port between 1 and 65535")
+    for address in peers:
+        host, _, number = address.rpartition(":")
+        if not host or not (number.isascii() and number.isdigit() and 1 <= int(number) <= 65535) or (":" in host and host[0] + host[-1] != "[]"):
+            raise BadFlag(f"--peers has {address!r}; HOST:PORT is needed, like router-1:{names.ROUTER_PEER_PORT} or [fd00::1]:8002")
+    return peers, (names.ROUTER_PEER_PORT if in_cluster or peers else -1) if port is None else port
+
+
 def parse(argv: Sequence[str]) -> Settings:
     """Reads the command line. Raises BadFlag with a sentence; `--help` prints and exits."""
     a = vars(build_parser().parse_args(argv))
@@ -220,6 +242,7 @@ def parse(argv: Sequence[str]) -> Settings:
     keys = [split_url(url).key for url in urls]
     if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
         raise BadFlag(f"--static names {', '.join(twice)} more than once")
+    a["peers"], a["peer_port"] = _peers(a["peers"], a["peer_port"], in_cluster=a["kubernetes"])
     for name, in_pod in _POD_DEFAULTS.items():
         if a[name] is None:
             a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)

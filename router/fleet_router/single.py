@@ -59,9 +59,9 @@ class Single(Edge):
         answers = Answers(self.brain, LocalEdge(self.brain, self.answers, self.connections), self.host.static_workers)
         self.link = LinkServer(lambda: Channel(self._take, lambda channel: None, answers.answer))
 
-    async def start(self, data: socket.socket, link: socket.socket) -> None:
+    async def start(self, data: socket.socket, link: socket.socket, peers: socket.socket | None = None) -> None:
         """Opens the ports."""
-        self.host.start()
+        self.host.start(peers)
         await self.link.start(link)
         await self.open(data)
 
@@ -88,7 +88,7 @@ async def serve(handover: Handover) -> int:
     """The process's life."""
     stop = on_stop()
     edge = Single(handover.settings, max_files=raise_file_limit())
-    await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd))
+    await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd), handover.peer_socket())
     gc.collect()
     gc.freeze()
     log.info("edge serves", extra={"router_id": handover.settings.router_id})

@@ -69,6 +69,7 @@ class Supervisor:
         self._controls = [Child("control", CONTROL)]
         self._children = [*self._brains, *self._edges, *self._controls]
         self._signals = 0
+        self._peers: socket.socket | None = None
         self._link_name = f"radixfleet-router-{os.getpid()}-{secrets.token_hex(8)}"
 
     def run(self) -> int:
@@ -76,6 +77,8 @@ class Supervisor:
         s = self._settings
         self._data = bind(s.host, s.data_port, "--data-port") if s.workers == 1 else reserve(s.host, s.data_port, "--data-port")
         self._control = bind(s.control_host, s.control_port, "--control-port")
+        if s.peer_port >= 0:
+            self._peers = bind(s.control_host, s.peer_port, "--peer-port")
         self._link = listen(self._link_name)
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write)
@@ -107,11 +110,11 @@ class Supervisor:
         holds_link = child.module == BRAIN or (child.module == EDGE and not self._brains)
         handover = Handover(
             self._settings, os.getpid(), self._link_name, listener.fileno() if listener is not None else -1,
-            self._link.fileno() if holds_link else -1, child.index,
+            self._link.fileno() if holds_link else -1, child.index, self._peers.fileno() if holds_link and self._peers is not None else -1,
         )  # fmt: skip
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module, msgspec.json.encode(handover).decode()],
-            pass_fds=[fd for fd in (handover.listen_fd, handover.link_fd) if fd >= 0],
+            pass_fds=[fd for fd in (handover.listen_fd, handover.link_fd, handover.peer_fd) if fd >= 0],
             start_new_session=True,  # a terminal's Ctrl-C reaches only the supervisor
             stdin=subprocess.DEVNULL,
         )
@@ -137,7 +140,10 @@ class Supervisor:
         if not self._settings.announce:
             return
         path = Path(self._settings.announce)
-        text = json.dumps({"dataPort": self._data.getsockname()[1], "controlPort": self._control.getsockname()[1], "pid": os.getpid()})
+        told = {"dataPort": self._data.getsockname()[1], "controlPort": self._control.getsockname()[1], "pid": os.getpid()}
+        if self._peers is not None:
+            told["peerPort"] = self._peers.getsockname()[1]
+        text = json.dumps(told)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             partial.write_text(text)

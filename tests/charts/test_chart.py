@@ -102,7 +102,7 @@ def test_ports_and_flags_are_those_of_the_contract(tmp_path: Path) -> None:
     found = objects(tmp_path, "--set", "images.runtime=my/runtime:2", "--set", "imagePullPolicy=Never")
     (router,) = found["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
-    assert ports == {"data": names.ROUTER_DATA_PORT, "control": names.ROUTER_CONTROL_PORT}
+    assert ports == {"data": names.ROUTER_DATA_PORT, "control": names.ROUTER_CONTROL_PORT, "peers": names.ROUTER_PEER_PORT}
     ports_of_it = ["--data-port", str(names.ROUTER_DATA_PORT), "--control-port", str(names.ROUTER_CONTROL_PORT)]
     assert router["args"] == ["--kubernetes", *ports_of_it, "--workers", "1"]
     (router,) = objects(tmp_path, "--set", "router.workers=auto")["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]

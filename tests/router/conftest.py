@@ -39,15 +39,17 @@ async def make_worker() -> AsyncIterator[Callable[..., Awaitable[FakeWorker]]]:
 async def make_fleet() -> AsyncIterator[MakeFleet]:
     """Starts an edge on this loop in front of workers; waits until all of them are ready and their tokenizer is here.
 
-    `split`: with the link between edge and brain.
+    `split`: with the link between edge and brain. `peer_socket`: the port for other routers.
     """
     started: list[Fleet] = []
 
-    async def make(*workers: FakeWorker, wait: bool = True, split: bool = False, max_files: int = 4096, **settings: Any) -> Fleet:
+    async def make(
+        *workers: FakeWorker, wait: bool = True, split: bool = False, max_files: int = 4096, peer_socket: Any = None, **settings: Any
+    ) -> Fleet:
         options = {"router_id": "r", "host": "127.0.0.1", "poll_interval": 0.05, "static": tuple(w.url for w in workers)} | settings
         edge = (SplitEdge if split else Single)(Settings(**options), max_files=max_files)
         data = bind("127.0.0.1", 0, "--data-port")
-        await edge.start(data, listen(f"test-{secrets.token_hex(8)}"))
+        await edge.start(data, listen(f"test-{secrets.token_hex(8)}"), peer_socket)
         fleet = Fleet(edge, data.getsockname()[1], list(workers))
         started.append(fleet)
         if wait:

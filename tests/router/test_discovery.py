@@ -11,7 +11,7 @@ import pytest
 
 from fleet_contract import names
 from fleet_router.discovery import PODS, SERVICES, Discovery, Gone, Json, SourceError, observe, pod_facts, service_facts
-from fleet_router.observed import Observed, PodFacts, ServiceFacts
+from fleet_router.observed import Observed, PodFacts, RouterFacts, ServiceFacts
 
 
 def pod(name: str = "p0", **changes: Any) -> dict[str, Any]:
@@ -65,6 +65,17 @@ def test_a_pod_becomes_facts(changes: dict[str, Any], expected: dict[str, Any]) 
 def test_a_pod_without_our_labels_is_no_worker() -> None:
     assert pod_facts(pod(metadata={"labels": {names.LABEL_COMPONENT: "router"}})) is None
     assert pod_facts({"metadata": {}}) is None
+
+
+def test_router_pods_are_peers_whatever_their_namespace() -> None:
+    labels = {names.LABEL_COMPONENT: "router", names.LABEL_NAME: names.APP_NAME}
+    routers = {n: pod(n, metadata={"labels": labels, "namespace": n}) for n in ("a", "b")} | {
+        "x": pod("x", metadata={"labels": {**labels, names.LABEL_NAME: "other"}})
+    }
+    routers["b"]["status"]["phase"] = "Failed"
+    observed = observe({}, {**routers, "p0": pod()})
+    assert observed.routers == [RouterFacts("uid-a", "10.0.0.7"), RouterFacts("uid-b", "10.0.0.7", terminal=True)]
+    assert observed.pods == [READY]
 
 
 def test_a_service_becomes_facts() -> None:

@@ -82,7 +82,7 @@ async def test_services_and_worker_pods_of_all_namespaces_are_listed(api: Script
     assert ([o["metadata"]["name"] for o in objects], version) == (["a", "b"], "42")
     await source.list(PODS)
     assert api.asked[0][0] == "/apis/radixfleet.io/v1alpha1/inferenceservices"
-    assert api.asked[1] == ("/api/v1/pods", {"labelSelector": ["app.kubernetes.io/component=worker"]})
+    assert api.asked[1] == ("/api/v1/pods", {"labelSelector": ["app.kubernetes.io/component in (worker,router)"]})
 
 
 async def test_a_watch_gives_events_however_its_lines_are_cut_and_however_long_they_are(api: ScriptedApi, source: KubernetesSource) -> None:
@@ -92,7 +92,7 @@ async def test_a_watch_gives_events_however_its_lines_are_cut_and_however_long_t
     assert got == [("ADDED", "a"), ("DELETED", "a")]
     query = api.asked[0][1]
     assert (query["resourceVersion"] == ["42"] and query["watch"] == ["True"]) or query["watch"] == ["true"]
-    assert query["labelSelector"] == ["app.kubernetes.io/component=worker"]
+    assert query["labelSelector"] == ["app.kubernetes.io/component in (worker,router)"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -298,7 +299,9 @@ async def test_a_router_without_an_api_server_serves_its_ports_and_is_not_synced
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
     content = {"apiVersion": "v1", "kind": "Config", "current-context": "c", "users": [user], "contexts": [context]}
     kubeconfig.write_text(json.dumps(content | {"clusters": [{"name": "c", "cluster": cluster}]}))
-    router = await RouterProcess.start(tmp_path, "--kubernetes", "--kubeconfig", str(kubeconfig), "--drain-delay", "0", ready=False)
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        free = ("--peer-port", str(s.getsockname()[1]))
+    router = await RouterProcess.start(tmp_path, "--kubernetes", "--kubeconfig", str(kubeconfig), "--drain-delay", "0", *free, ready=False)
     try:
 
         async def says_syncing() -> bool:

@@ -2,7 +2,8 @@
 
 Per worker: our own picks in flight joined with its load reports. A report says by `seen` which picks it already holds, so a pick
 is counted once: by the report when seen, else by us. No clocks of two machines are compared. Every change updates the sums and the
-worker's column of one matrix, so that a choice among a thousand workers is a few array operations.
+worker's column of one matrix, so that a choice among a thousand workers is a few array operations. Picks of other routers (`peers`)
+are joined in the same way. A pick that these cannot know yet counts once for each router: all of them may be making the same choice.
 
 Speeds start from the worker's own profile and are learned, bounded to 0.25x-4x of it. Clock-free: `now` is passed and never falls.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -116,6 +119,10 @@ class LoadTable:
         self._next_expiry = math.inf  # no report gets too old before
         self._silent: list[tuple[float, int, SlotLoad, Pick]] = []
         self._silent_number = 0
+        self.routers = 1  # that choose among these workers, with this one
+        self.shared = False  # changes are kept in `unsent` until `take_unsent`
+        self.on_unsent: Callable[[], None] = lambda: None  # there is something again
+        self._unsent: set[SlotLoad] = set()
 
     @property
     def width(self) -> int:
@@ -148,6 +155,30 @@ class LoadTable:
         """The column is free; what the worker still runs may be given back later."""
         self.slots.pop(slot).slot = -1
 
+    def set_routers(self, routers: int) -> None:
+        """So many share the work from now on."""
+        if routers != self.routers:
+            self.routers = routers
+            for load in self.slots.values():
+                load.refresh()
+
+    def note_unsent(self, load: SlotLoad, number: int) -> None:
+        """A pick of ours is new, has started or is over."""
+        if self.shared:
+            load.unsent.add(number)
+            self._unsent.add(load)
+            if len(self._unsent) == 1:
+                self.on_unsent()
+
+    def take_unsent(self) -> list[tuple[SlotLoad, list[int]]]:
+        """The picks that changed since the last call, by worker: other routers are told of them now."""
+        out = [(load, sorted(load.unsent)) for load in self._unsent]
+        for load in self._unsent:
+            load.unsent.clear()
+            load.refresh()
+        self._unsent.clear()
+        return out
+
     def tick(self, now: float) -> None:
         """Drops reports that are too old, and counts silent prompts as computed. Called before a choice; nearly always nothing to do."""
         if now >= self._next_expiry:
@@ -178,6 +209,7 @@ class LoadTable:
         for slot, load in self.slots.items():
             assert load.slot == slot
             assert load.now() == load.recount(), slot
+            assert all(load.others.values()) and (not load.unsent or load in self._unsent), slot
             column = self.matrix[:, slot].copy()
             load.refresh()
             assert np.allclose(column, self.matrix[:, slot], rtol=1e-12, atol=0), slot
@@ -193,6 +225,8 @@ class SlotLoad:
     speed: Speed
     learn: bool = True
     picks: dict[int, Pick] = field(default_factory=dict)
+    others: dict[str, dict[int, Pick]] = field(default_factory=dict)  # those of other routers, by the name that reports call them
+    unsent: set[int] = field(default_factory=set)  # numbers of our picks whose state other routers do not know
     next_number: int = 0
     next_adopted: int = -1
     report: LoadReport | None = None
@@ -217,7 +251,7 @@ class SlotLoad:
         self.next_number += 1
         self.picks[pick.number] = pick
         self._count(pick, 1)
-        self.refresh()
+        self._changed(pick)
         return pick
 
     def adopt(self, pend_tokens: int, prompt_tokens: int, room_tokens: int, now: float, *, started: bool) -> Pick:
@@ -227,7 +261,7 @@ class SlotLoad:
         self.picks[pick.number] = pick
         if pick.ours:
             self._count(pick, 1)
-        self.refresh()
+        self._changed(pick)
         return pick
 
     def start(self, pick: Pick, now: float, *, seen: bool = True) -> None:
@@ -241,14 +275,50 @@ class SlotLoad:
         pick.started = True
         if pick.ours:
             self._count(pick, 1)
-        self.refresh()
+        self._changed(pick)
 
     def release(self, pick: Pick) -> None:
         """The request is over. Releasing twice changes nothing."""
         if self.picks.pop(pick.number, None) is not None:
             if pick.ours:
                 self._count(pick, -1)
+            self._changed(pick)
+
+    # -- requests of other routers
+
+    def set_other(self, router: str, told: Pick, now: float) -> None:
+        """A pick of another router is so. Again is nothing."""
+        known = self.others.setdefault(router, {}).get(told.number)
+        if known is not None:
+            if (known.pend_tokens, known.prompt_tokens, known.room_tokens, known.started) == (
+                told.pend_tokens, told.prompt_tokens, told.room_tokens, told.started,
+            ):  # fmt: skip
+                return
+            if known.ours:
+                self._count(known, -1)
+            if told.started and not known.started:
+                self._last_start = now
+        told.ours = self._is_unseen(told.number, self.report.seen.get(router) if self.report is not None else None)
+        self.others[router][told.number] = told
+        if told.ours:
+            self._count(told, 1)
+        self.refresh()
+
+    def end_other(self, router: str, number: int) -> None:
+        """A pick of another router is over. Again is nothing."""
+        picks = self.others.get(router, {})
+        pick = picks.pop(number, None)
+        if pick is not None:
+            if not picks:
+                del self.others[router]
+            if pick.ours:
+                self._count(pick, -1)
             self.refresh()
+
+    def forget_others(self, router: str) -> None:
+        """Nothing is known of another router any more: what it has here is for the worker's reports to tell."""
+        for number in list(self.others.get(router, ())):
+            self.end_other(router, number)
 
     # -- reports
 
@@ -259,16 +329,30 @@ class SlotLoad:
         self.report, self.report_at = report, now
         seen: Seen | None = report.seen.get(router_id)
         for number, pick in self.picks.items():
-            pick.ours = number >= 0 and (seen is None or number > seen.up_to or number in seen.missing)
+            pick.ours = self._is_unseen(number, seen)
+        for router, picks in self.others.items():
+            seen = report.seen.get(router)
+            for number, pick in picks.items():
+                pick.ours = self._is_unseen(number, seen)
         self._set(self.recount())
         self.table.report_expires(now + REPORT_LIFE_S)
 
     def drop_report(self) -> None:
         """The report is too old: all picks are counted by us."""
         self.report = None
-        for pick in self.picks.values():
+        for pick in self.all_picks():
             pick.ours = True
         self._set(self.recount())
+
+    def _is_unseen(self, number: int, seen: Seen | None) -> bool:
+        """Whether the last report does not hold a pick yet. Args: seen: what it says of the router whose pick it is."""
+        if self.report is None:
+            return True
+        return number >= 0 and (seen is None or number > seen.up_to or number in seen.missing)
+
+    def all_picks(self) -> Iterator[Pick]:
+        """Ours and those of other routers."""
+        return chain(self.picks.values(), *(picks.values() for picks in self.others.values()))
 
     # -- numbers
 
@@ -282,7 +366,7 @@ class SlotLoad:
         pend = run = rows = ctx = committed = 0
         if report is not None:
             pend, run, rows, ctx, committed = report.pend, report.run, report.run, report.ctx, report.ctx + report.pend
-        for pick in self.picks.values():
+        for pick in self.all_picks():
             if pick.ours:
                 committed += pick.room_tokens
                 decodes = pick.prompt_tokens > 0
@@ -336,9 +420,10 @@ class SlotLoad:
         """This worker in the rows of the matrix."""
         if self._column is None:
             speed, rate = self.speed, self.prefill_rate
+            pend = self.pend + (self.table.routers - 1) * self._fresh() if self.unsent else self.pend
             slowness = 1 / self.step.factor
             self._column = (
-                self.pend / rate,
+                pend / rate,
                 (1.0 + RHO * self.fill + BETA * min(self.run, BETA_ROWS)) / rate,
                 (speed.step_base_s + speed.step_per_row_s * (self.rows + 1) + speed.step_per_ctx_token_s * self.ctx) * slowness,
                 speed.step_per_ctx_token_s * slowness,
@@ -349,6 +434,16 @@ class SlotLoad:
                 rate,
             )
         return self._column
+
+    def _fresh(self) -> int:
+        """Prompt tokens that only we know of."""
+        picks = [self.picks[n] for n in self.unsent if n in self.picks]
+        return sum(p.pend_tokens for p in picks if p.ours and not p.started)
+
+    def _changed(self, pick: Pick) -> None:
+        """Of one of our picks."""
+        self.table.note_unsent(self, pick.number)
+        self.refresh()
 
     def _learn_prefill(self, pick: Pick, now: float) -> None:
         """Prompts are computed one after another: since the pick, or since the last first token if that came later."""

@@ -1,12 +1,14 @@
 """Runs one rule over one log: arrivals, workers' steps, polls and ticks in order of time. Deterministic for a seed.
 
 `ours` is the router's own `decide.Fleet`: fed with the model's KV events (or its own history), asked for each request, told of first
-tokens and ends. Nothing of its code is copied here.
+tokens and ends. Nothing of its code is copied here. `Options.brains` of them share the workers as several router pods do: each request comes
+to one of them at random, and what one picks the others know `share_s` later.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -15,6 +17,7 @@ from fleet_router.decide.fleet import Decision, Fleet, Taken
 from fleet_router.decide.index import GPU
 from fleet_router.decide.keys import STRIDE
 from fleet_router.decide.load import Speed
+from fleet_router.decide.peers import PeerBook
 from fleet_router.decide.queue import QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
 from fleet_router.replay.model import STEP_PER_CTX_TOKEN_S, STEP_PER_ROW_S, STEP_S, Job, Worker
@@ -27,6 +30,7 @@ TICK_S: Final = 0.1
 WINDOW_S: Final = 10.0
 ANSWER_TOKENS: Final = 350  # what a router expects where clients name no maximum
 POOL: Final = "fleet"
+WHOLE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,9 @@ class Options:
 
     queue: QueueRules = field(default_factory=lambda: QueueRules(max_requests=1 << 20, max_requests_per_tenant=1 << 20))
     learn: bool = True
+    brains: int = 1
+    share_s: float = 0.005
+    cut: tuple[float, float] = (0.0, 0.0)  # from, until: they do not hear one another
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +107,13 @@ class Chooser(Protocol):
     def poll(self) -> None:
         """The workers' metrics were read."""
 
+    def share(self, now: float) -> list[tuple[Job, int]]:
+        """Several routers tell one another: who goes where now. Called at `share_at`."""
+
+    @property
+    def share_at(self) -> float:
+        """When the next such moment is."""
+
 
 class _BaselineChooser:
     def __init__(self, baseline: Baseline) -> None:
@@ -121,6 +135,13 @@ class _BaselineChooser:
 
     def poll(self) -> None:
         self._baseline.poll()
+
+    def share(self, now: float) -> list[tuple[Job, int]]:
+        return []
+
+    @property
+    def share_at(self) -> float:
+        return math.inf
 
 
 class OurChooser:
@@ -144,8 +165,19 @@ class OurChooser:
 
     def _listen(self, slot: int, worker: Worker) -> None:
         index = self.fleet.index
-        worker.on_hold = lambda block: _must(index.store(slot, GPU, 0, block, block, STRIDE) == "stored")
-        worker.on_drop = lambda block: _must(index.remove(slot, GPU, 0, block))
+        hold, drop = worker.on_hold, worker.on_drop  # of other routers
+
+        def on_hold(block: int) -> None:
+            _must(index.store(slot, GPU, 0, block, block, STRIDE) == "stored")
+            if hold is not None:
+                hold(block)
+
+        def on_drop(block: int) -> None:
+            _must(index.remove(slot, GPU, 0, block))
+            if drop is not None:
+                drop(block)
+
+        worker.on_hold, worker.on_drop = on_hold, on_drop
 
     def arrive(self, job: Job, now: float) -> list[tuple[Job, int]]:
         self.fleet.tick(now)
@@ -182,9 +214,76 @@ class OurChooser:
     def poll(self) -> None:
         pass
 
+    def share(self, now: float) -> list[tuple[Job, int]]:
+        return []
+
+    @property
+    def share_at(self) -> float:
+        return math.inf
+
     def _take(self, job: Job, decision: Decision, now: float) -> tuple[Job, int]:
         self._taken[job.number] = self.fleet.take(decision, job.request.blocks, now, key=POOL)
         return job, decision.chosen.serving
+
+
+class SharedChooser:
+    """Several routers in front of the same workers."""
+
+    def __init__(self, rule: str, workers: list[Worker], machine: Machine, seed: int, options: Options) -> None:
+        self.brains = [OurChooser(rule, workers, machine, seed + n, options) for n in range(options.brains)]
+        self.books = [PeerBook(brain.fleet.load, str(n)) for n, brain in enumerate(self.brains)]
+        self._options = options
+        self._draw = random.Random(seed).randrange
+        self._brain_of: dict[int, OurChooser] = {}
+        self._now = self._whole_at = 0.0
+        self.share_at = 0.0
+        for brain, book in zip(self.brains, self.books, strict=True):
+            book.expect([str(n) for n in range(options.brains)])
+            brain.fleet.load.on_unsent = self._plan
+            for slot in range(len(workers)):
+                book.worker_added((str(slot), 0, ""), brain.fleet.load.slots[slot])
+
+    @property
+    def most_waiting_s(self) -> float:
+        return max(brain.most_waiting_s for brain in self.brains)
+
+    def arrive(self, job: Job, now: float) -> list[tuple[Job, int]]:
+        self._now = now
+        brain = self._brain_of[job.number] = self.brains[self._draw(len(self.brains))]
+        return brain.arrive(job, now)
+
+    def first_token(self, job: Job, now: float) -> None:
+        self._now = now
+        self._brain_of[job.number].first_token(job, now)
+
+    def done(self, job: Job, now: float) -> None:
+        self._now = now
+        self._brain_of.pop(job.number).done(job, now)
+
+    def freed(self, now: float) -> list[tuple[Job, int]]:
+        self._now = now
+        return [placed for brain in self.brains for placed in brain.freed(now)]
+
+    def poll(self) -> None:
+        pass
+
+    def share(self, now: float) -> list[tuple[Job, int]]:
+        self._now, self.share_at = now, math.inf
+        whole = now >= self._whole_at
+        if whole:
+            self._whole_at = now + WHOLE_S
+        told = [(n, book.everything() if whole else book.changes()) for n, book in enumerate(self.books)]
+        for n, message in told:
+            if message is not None and not self._options.cut[0] <= now < self._options.cut[1]:
+                for book in self.books[:n] + self.books[n + 1 :]:
+                    book.take(str(n), message, now)
+        for book in self.books:
+            book.tick(now)
+        self.share_at = min(self.share_at, self._whole_at)
+        return self.freed(now)
+
+    def _plan(self) -> None:
+        self.share_at = min(self.share_at, self._now + self._options.share_s)
 
 
 def _must(ok: bool) -> None:
@@ -199,9 +298,13 @@ class Simulation:
         self.workers = machine.make()
         self.jobs = [Job(n, r, r.at) for n, r in enumerate(requests)]
         self.ours: OurChooser | None = None
-        if rule in OURS:
-            self.ours = OurChooser(rule, self.workers, machine, seed, options or Options())
-        self._chooser: Chooser = self.ours if self.ours is not None else _BaselineChooser(Baseline(rule, self.workers, seed))
+        self.shared: SharedChooser | None = None
+        options = options or Options()
+        if rule in OURS and options.brains > 1:
+            self.shared = SharedChooser(rule, self.workers, machine, seed, options)
+        elif rule in OURS:
+            self.ours = OurChooser(rule, self.workers, machine, seed, options)
+        self._chooser: Chooser = self.shared or self.ours or _BaselineChooser(Baseline(rule, self.workers, seed))
         self._ends: list[tuple[float, int]] = []
         self._busy: dict[int, list[float]] = {}
         self._hit = 0
@@ -211,14 +314,17 @@ class Simulation:
         """To the last answer."""
         arrivals, at = self.jobs, 0
         next_tick = 0.0
-        pause = TICK_S if self.ours is not None else POLL_S
+        pause = TICK_S if self.rule in OURS else POLL_S
         while self._left:
             now = min(
                 arrivals[at].arrived if at < len(arrivals) else float("inf"),
                 self._ends[0][0] if self._ends else float("inf"),
                 next_tick,
+                self._chooser.share_at,
             )
-            if now == next_tick:
+            if now == self._chooser.share_at:
+                self._place(self._chooser.share(now), now)
+            elif now == next_tick:
                 next_tick += pause
                 self._chooser.poll()
                 self._place(self._chooser.freed(now), now)
@@ -268,5 +374,5 @@ class Simulation:
             end_to_end_s=sum(j.done - j.arrived for j in jobs) / len(jobs),
             prefill_max_over_mean=max(computed) * len(computed) / max(1, sum(computed)),
             busy_max_over_mean=sum(shares) / len(shares) if shares else 1.0,
-            most_waiting_s=self.ours.most_waiting_s if self.ours is not None else 0.0,
+            most_waiting_s=chooser.most_waiting_s if (chooser := self.shared or self.ours) is not None else 0.0,
         )

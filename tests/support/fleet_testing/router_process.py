@@ -28,6 +28,7 @@ class RouterProcess:
         self.process = process
         self.data_port = announced["dataPort"]
         self.control_port = announced["controlPort"]
+        self.announced = announced
         self.log = log
         self.http = httpx.AsyncClient(timeout=30.0, trust_env=False)
 

@@ -27,10 +27,10 @@ class SplitEdge(RemoteEdge):
         self.server.answer = Answers(self.brain, self.server, self.host.static_workers).answer
         self._link = LinkServer(self.server.make_channel)
 
-    async def start(self, data: socket.socket, link: socket.socket) -> None:  # type: ignore[override]
+    async def start(self, data: socket.socket, link: socket.socket, peers: socket.socket | None = None) -> None:  # type: ignore[override]
         """As `Single.start`."""
         name = link.getsockname()[1:].decode()
-        self.host.start()
+        self.host.start(peers)
         await self._link.start(link)
         self.server.start()
         await super().start(data, name, listen(edge_link_name(name, 0)))
