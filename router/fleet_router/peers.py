@@ -40,6 +40,7 @@ class PeerExchange:
         self._brain = brain
         self._book = PeerBook(brain.deciding.load, brain.pick_id)
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.BLOCKY, 0)  # its end waits for nobody, also when it is only forgotten
         self._decoder = msgspec.msgpack.Decoder(PeerMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._loop = asyncio.get_running_loop()

@@ -104,6 +104,7 @@ class Registry:
         self._on_load = on_load
         self.on_polled: Callable[[Endpoint, PolledLoad], None] = lambda endpoint, load: None
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.BLOCKY, 0)  # its end waits for nobody, also when it is only forgotten
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"load@")
         self._socket.setsockopt(zmq.LINGER, 0)

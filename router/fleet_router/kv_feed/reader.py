@@ -44,6 +44,7 @@ class KvReader:
         self._brain = brain
         self._book = EventBook(brain.index)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.BLOCKY, 0)  # its end waits for nobody, also when it is only forgotten
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._feeds: dict[int, _Feed] = {}  # by slot
         self._due: deque[_Feed] = deque()  # may have something to do now

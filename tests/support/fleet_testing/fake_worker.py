@@ -106,6 +106,7 @@ class FakeWorker:
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.BLOCKY, 0)
         self._load = self._context.socket(zmq.PUB)
         self._load.setsockopt(zmq.LINGER, 0)
         self._seq = 0
