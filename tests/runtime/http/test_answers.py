@@ -240,6 +240,9 @@ def test_http_and_detokenizer_load_no_torch_and_no_transformers(runtime: Runtime
         assert "libtorch" not in maps and "tokenizers" in maps
         threads = [t.name for t in Path(f"/proc/{runtime.child(who).pid}/task").iterdir()]
         assert {os.getpriority(os.PRIO_PROCESS, int(t)) for t in threads} == {10}
+        group = Path(f"/proc/{runtime.child(who).pid}/autogroup")
+        if group.exists() and (said := group.read_text()).startswith("/autogroup"):  # else this kernel does not group by session
+            assert said.split()[-2:] == ["nice", "10"]
     maps = Path(f"/proc/{runtime.process.pid}/maps").read_text()
     assert "libtorch" not in maps and "uvloop" not in maps and "httptools" not in maps
 
