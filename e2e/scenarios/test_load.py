@@ -56,32 +56,6 @@ async def test_scaling_under_50_requests_a_second_fails_none(fleet: Fleet, names
     assert load.ok == load.sent > 300
 
 
-def pod_uids(fleet: Fleet, namespace: str, selector: str) -> set[str]:
-    return {p["metadata"]["uid"] for p in fleet.list("pods", namespace, selector)}
-
-
-async def restart(fleet: Fleet, kind: str, namespace: str, selector: str) -> None:
-    """`kubectl rollout restart`, until every pod is another one and ready."""
-    before = pod_uids(fleet, namespace, selector)
-    await asyncio.to_thread(fleet.kubectl, "rollout", "restart", kind, "-n", namespace, "-l", selector)
-    await asyncio.to_thread(fleet.kubectl, "rollout", "status", kind, "-n", namespace, "-l", selector, "--timeout=180s")
-    await asyncio.to_thread(wait_for, lambda: not before & pod_uids(fleet, namespace, selector), within_s=120, what=f"other pods of {selector}")
-
-
-async def test_a_rolling_restart_of_routers_and_workers_under_50_requests_a_second_fails_none(fleet: Fleet, namespace: str) -> None:
-    fleet.apply(simulated("roll", namespace, unified=2))
-    await asyncio.to_thread(fleet.wait_ready, "roll", namespace)
-    async with steady(fleet.url, f"{namespace}/roll", per_s=50) as load:
-        await asyncio.sleep(1)
-        await restart(fleet, "deployment", names.SYSTEM_NAMESPACE, f"{names.LABEL_COMPONENT}=router")
-        routers = load.sent
-        await restart(fleet, "statefulset", namespace, f"{names.LABEL_SERVICE}=roll")
-        await asyncio.sleep(1)
-    print(f"{load.ok} of {load.sent} ok ({routers} while routers restarted), slowest {load.slowest_s:.1f} s, failed {load.failed[:3]}")
-    assert load.failed == []
-    assert load.ok == load.sent > 300
-
-
 @pytest.mark.model
 async def test_scaling_the_real_model_under_one_request_a_second_fails_none(fleet: Fleet, quickstart: None) -> None:
     load = await scale_up_and_down(fleet, "chat", "default", "smollm2", per_s=1)
