@@ -164,7 +164,7 @@ def test_a_failure_before_the_first_token_has_its_own_status(runtime: Runtime) -
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_failure_in_a_stream_is_one_error_event_and_the_end_of_the_body(runtime: Runtime, version: str) -> None:
     """The connection ends as its head has said: not at all, or with the body for a client that knows no chunks."""
-    body = json.dumps(chat("break:2", stream=True)).encode()
+    body = json.dumps(chat("slow:100 break:2", stream=True)).encode()  # slow: the first token has left before the failure comes
     head = f"POST {CHAT} HTTP/{version}\r\nHost: x\r\nX-Request-Id: abc\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(runtime.data_address) as s:
         s.settimeout(10)
