@@ -5,7 +5,9 @@ A key is kept as its SHA-256 digest. All files may change under us (a Secret tha
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import re
 import ssl
 import time
@@ -16,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from fleet_contract.logs import facts
 from fleet_contract.names import HEADER_REQUEST_ID, PRIORITY_CLASSES
 
 LOOK_AGAIN_S: Final = 2.0
@@ -167,6 +170,17 @@ class TlsFiles:
         tls_context(self._cert, self._key)  # a half-written pair must not replace a good one
         self.context.load_cert_chain(self._cert, self._key)
         return True
+
+
+async def renew_tls(files: TlsFiles, log: logging.Logger) -> None:
+    """New connections get the new certificate when the files change. Runs until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_AGAIN_S)
+        try:
+            if files.renew():
+                log.info("TLS certificate read again")
+        except OSError as e:
+            log.error("the TLS files could not be read again; the old certificate stays", extra=facts(error=str(e)))
 
 
 def parse_origins(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
-from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, LOOK_AGAIN_S, TlsFiles, allowed_origin, check_tls_files, parse_origins
+from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, TlsFiles, allowed_origin, check_tls_files, parse_origins, renew_tls
 from fleet_contract.names import HEADER_TOLD_HITS, HEADER_TOLD_QUEUE, HEADER_TOLD_WORKER
 from fleet_router.callers import Callers
 from fleet_router.http_head import Head
@@ -46,7 +46,7 @@ class Access:
     def start(self) -> None:
         """Looks after the TLS files from now on."""
         if self._tls is not None:
-            self._task = asyncio.get_running_loop().create_task(self._renew(self._tls))
+            self._task = asyncio.get_running_loop().create_task(renew_tls(self._tls, log))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -76,13 +76,3 @@ class Access:
     def _allowed(self, head: Head) -> bytes:
         origin = head.header(b"origin")
         return allowed_origin(origin.decode("latin-1"), self._origins).encode("latin-1") if origin is not None else b""
-
-    @staticmethod
-    async def _renew(files: TlsFiles) -> None:
-        while True:
-            await asyncio.sleep(LOOK_AGAIN_S)
-            try:
-                if files.renew():
-                    log.info("TLS certificate read again")
-            except OSError as e:
-                log.error("the TLS files could not be read again; the old certificate stays", extra={"error": str(e)})

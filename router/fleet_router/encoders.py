@@ -69,7 +69,7 @@ class Encoders:
         model_revision = record.model_revision
         try:
             if record.engine != names.ENGINE_OURS:
-                encoder, chains = await asyncio.to_thread(lambda: _with_chains(PromptEncoder.from_folder(Path(record.tokenizer)), self._chat_bytes))
+                encoder, chains = await asyncio.to_thread(lambda: with_chains(PromptEncoder.from_folder(Path(record.tokenizer)), self._chat_bytes))
             else:
                 port = record.ports.internal
                 status, data = await fetch(
@@ -77,7 +77,7 @@ class Encoders:
                 )
                 if status != 200:
                     raise TokenizerFilesError(f"GET /tokenizer answers {status}")
-                encoder, chains = await asyncio.to_thread(lambda: _with_chains(PromptEncoder.from_zip(data), self._chat_bytes))
+                encoder, chains = await asyncio.to_thread(lambda: with_chains(PromptEncoder.from_zip(data), self._chat_bytes))
         except (ApiError, TokenizerFilesError, OSError) as e:
             log.warning("no tokenizer for model revision %s yet: %s", model_revision, e)
             await asyncio.sleep(RETRY_S)  # the next poll of a ready worker asks again
@@ -86,7 +86,7 @@ class Encoders:
         log.info("tokenizer of model revision %s is here", model_revision, extra={"chats_are_kept": chains is not None})
 
 
-def _with_chains(encoder: PromptEncoder, chat_bytes: int) -> tuple[PromptEncoder, ChatChains | None]:
+def with_chains(encoder: PromptEncoder, chat_bytes: int = MAX_BYTES) -> tuple[PromptEncoder, ChatChains | None]:
     cut = find_cut(encoder)
     if cut is None:
         return encoder, None

@@ -88,10 +88,6 @@ def worker_timeout(worker: str, what: str, limit_s: float, flag: str) -> ApiErro
     return ApiError(504, f"worker {worker} {what} within {limit_s:g} s ({flag})", type=errors.TIMEOUT, code=CODE_WORKER_TIMEOUT)
 
 
-def shutting_down() -> ApiError:
-    return ApiError(503, "this router is shutting down; send the request again", type=errors.OVERLOADED, code="shutting_down", retry_after_s=1)
-
-
 def aborted() -> ApiError:
     return ApiError(409, "this request was ended by POST /abort_request on the router's control port", code="request_aborted")
 

@@ -14,11 +14,10 @@ CACHED: Final = "holds most of the prompt"
 ELSEWHERE: Final = "cheaper than where the prompt is cached"
 NEAR_TIE: Final = "one of several equal ones, at random"
 CHEAPEST: Final = "least to do"
-REASONS: Final = (ONLY, CACHED, ELSEWHERE, NEAR_TIE, CHEAPEST)
 
 
 def reason(decision: fleet.Decision) -> tuple[str, int]:
-    """Why the worker that computes the prompt was chosen: one of REASONS, and how many others were as cheap. Pure."""
+    """Why the worker that computes the prompt was chosen: one of the words above, and how many others were as cheap. Pure."""
     first = decision.chosen.first
     terms = next(t for t in decision.terms if first in t.slots)
     total, held = terms.total, decision.hits.gpu[terms.slots]

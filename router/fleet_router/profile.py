@@ -21,7 +21,7 @@ import uvloop
 from fleet_contract.cache_folder import cache_folder
 from fleet_contract.worker import Ports, Profile, WorkerRecord
 from fleet_router.body import Prompt, parse_body, read_prompt
-from fleet_router.decide.keys import STRIDE
+from fleet_router.encoders import with_chains
 from fleet_router.http_client import Connection
 from fleet_router.http_request import Request
 from fleet_router.http_server import DataProtocol, Exchange, ServerState
@@ -30,7 +30,6 @@ from fleet_router.paths import CHAT
 from fleet_router.registry import Endpoint
 from fleet_router.settings import Settings
 from fleet_router.single import Single
-from fleet_text.chains import ChatChains, find_cut
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder, TokenizerFilesError
 from fleet_text.words import find_words
@@ -125,8 +124,7 @@ class Rig:
         self.connections: list[Connection] = []
         self.streams: list[Connection] = []
         if encoder is not None:
-            cut = find_cut(encoder)
-            self.edge.encoders.put(REVISION, encoder, ChatChains(encoder, cut, stride=STRIDE, words=find_words(encoder)) if cut is not None else None)
+            self.edge.encoders.put(REVISION, *with_chains(encoder))
         for n in range(WORKERS):
             self._add_worker(9000 + n)
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final
 
-from fleet_bench.peers import machine
-from fleet_bench.peers.bars import BARS, Line, exit_code, judge, table
-from fleet_bench.peers.rounds import Results, Stage, measure_int8, measure_load, measure_starts
+from fleet_bench.peers import comparison
+from fleet_bench.peers.bars import BARS, Line, table
+from fleet_bench.peers.comparison import choose, say
+from fleet_bench.peers.rounds import Results, measure_int8, measure_load, measure_starts, runtime_stage
 from fleet_bench.peers.scenarios import SCENARIOS
 from fleet_bench.peers.servers import Kind, ensure_kinds, ours
-from fleet_bench.report import write_json
 from fleet_contract.cache_folder import cache_folder
 
 SCHEMA: Final = "radixfleet-bench-runtime/1"
@@ -45,11 +43,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def say(text: str) -> None:
-    """Progress."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def measure(a: argparse.Namespace, scenarios: Sequence[str], peers: Sequence[str]) -> Results:
     """All that was chosen."""
     results = Results()
@@ -63,7 +56,7 @@ def measure(a: argparse.Namespace, scenarios: Sequence[str], peers: Sequence[str
         measure_starts([kinds[n] for n in names if n in kinds], a.start_rounds or a.rounds, results, say)
     if loads := [s for s in scenarios if s in SCENARIOS]:
         needed = {server for s in loads for server in SCENARIOS[s].servers}
-        stage = Stage([kinds[n] for n in ("ours", *peers) if n in kinds and n in needed], results, say)
+        stage = runtime_stage([kinds[n] for n in ("ours", *peers) if n in kinds and n in needed], results, say)
         try:
             measure_load(stage, loads, a.rounds, results, say)
         finally:
@@ -76,8 +69,7 @@ def measure(a: argparse.Namespace, scenarios: Sequence[str], peers: Sequence[str
 
 def judge_all(results: Results, scenarios: Sequence[str]) -> list[Line]:
     """A line for each bar that the chosen scenarios decide."""
-    keys = {key for s in scenarios for key in BAR_KEYS.get(s, (s,))}
-    return [judge(bar, results.figures) for bar in BARS if bar.key in keys]
+    return comparison.judge_all(BARS, BAR_KEYS, results, scenarios)
 
 
 def report(results: Results, lines: Sequence[Line]) -> str:
@@ -90,56 +82,26 @@ def report(results: Results, lines: Sequence[Line]) -> str:
     ]
     if beside:
         out += ["", "every figure, one a round:", *beside]
-    if results.reasons:
-        out += ["", "not measured:", *(f"  {r}" for r in results.reasons)]
-    return "\n".join(out)
-
-
-def as_json(a: argparse.Namespace, results: Results, lines: Sequence[Line]) -> dict[str, Any]:
-    """The results file; fields in docs/performance.md."""
-    return {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine.describe(),
-        "settings": {"rounds": a.rounds, "ours_flags": a.ours_flags, "int8_flags": a.int8_flags, "scenarios": a.scenarios, "peers": a.peers},
-        "bars": [asdict(line) for line in lines],
-        "figures": results.figures,
-        "not_measured": results.reasons,
-    }
-
-
-def _choice(text: str, allowed: Sequence[str], flag: str) -> list[str]:
-    words = [w.strip() for w in text.split(",") if w.strip()]
-    if bad := [w for w in words if w not in allowed]:
-        raise ValueError(f"{flag} names {', '.join(bad)}; allowed: {', '.join(allowed)}")
-    return [w for w in allowed if w in words]
-
-
-def _interrupted(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    return "\n".join(out + comparison.not_measured(results))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 all bars hold, 1 one failed, 3 one could not be measured, 2 wrong usage, 130 interrupted (all servers ended)."""
     a = parser().parse_args(argv)
     try:
-        scenarios, peers = _choice(a.scenarios, ALL, "--scenarios"), _choice(a.peers, PEERS, "--peers")
+        scenarios, peers = choose(a.scenarios, ALL, "--scenarios"), choose(a.peers, PEERS, "--peers")
         if a.rounds < 1 or (a.start_rounds or 1) < 1:
             raise ValueError("--rounds and --start-rounds must be 1 or more")
     except ValueError as e:
         print(f"bench-runtime: {e}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupted)  # so that the servers are ended then too
+    comparison.interrupt_on_sigterm()
     try:
         results = measure(a, scenarios, peers)
     except KeyboardInterrupt:
-        return 130
+        return comparison.INTERRUPTED
     lines = judge_all(results, scenarios)
-    print(f"{machine.words(machine.describe())}\n\n{report(results, lines)}")
-    file = a.results / f"runtime-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}.json"
-    write_json(file, as_json(a, results, lines))
-    print(f"\nwritten to {file}")
-    return exit_code(lines)
+    return comparison.finish(a, SCHEMA, report(results, lines), results, lines, ("rounds", "ours_flags", "int8_flags", "scenarios", "peers"))
 
 
 if __name__ == "__main__":

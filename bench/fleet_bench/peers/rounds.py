@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fleet_bench.peers.scenarios import SCENARIOS, Bench, Entry, Figures, RoundFailed, first_answer
 from fleet_bench.peers.servers import Kind, Server, ServerFailed
@@ -61,15 +62,15 @@ def measure_starts(kinds: Sequence[Kind], rounds: int, results: Results, say: Ca
 class Stage:
     """All servers started; all frozen but the one at work. Owns them until `close`."""
 
-    def __init__(self, kinds: Sequence[Kind], results: Results, say: Callable[[str], None]) -> None:
+    def __init__(self, kinds: Sequence[Kind], results: Results, say: Callable[[str], None], await_ready: Callable[[Server], None]) -> None:
+        """Args: await_ready: raises RoundFailed or ServerFailed for a server that does not get ready; it is left out then."""
         self.servers: dict[str, Server] = {}
         for kind in kinds:
             server = Server(kind)
             try:
-                asyncio.run(first_answer(Bench(server, -1)))
+                await_ready(server)
                 server.freeze()
                 self.servers[kind.name] = server
-                say(f"{kind.name} is up")
             except (RoundFailed, ServerFailed) as e:
                 server.stop()
                 results.reason(str(e))
@@ -79,13 +80,12 @@ class Stage:
                 self.close()
                 raise
 
-    def turn(self, name: str, entry: Entry, seed: int) -> Figures:
-        """One round of a scenario on one server. Raises RoundFailed, ServerFailed, NoProfile."""
+    def turn(self, name: str, work: Callable[[Server], Figures]) -> Figures:
+        """One round of work on one server. Raises what `work` raises."""
         server = self.servers[name]
         server.thaw()
         try:
-            server.check()
-            return asyncio.run(_turn(entry, Bench(server, seed)))
+            return work(server)
         finally:
             server.freeze()
 
@@ -95,37 +95,66 @@ class Stage:
         self.servers.clear()
 
 
-async def _turn(entry: Entry, bench: Bench) -> Figures:
-    return await entry.run(bench)
+def interleave(
+    name: str, servers: Sequence[str], rounds: int, turn: Callable[[str, int], Figures], keys: Sequence[str], results: Results,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Rounds of A B C A B C …; a server that fails is left out of the scenario, with its reason and without its figures of these keys."""
+    failed = set[str]()
+    for n in range(rounds):
+        for server in (s for s in servers if s not in failed):
+            try:
+                figures = turn(server, n)
+            except (RoundFailed, ServerFailed, NoProfile) as e:
+                failed.add(server)
+                results.drop(server, keys)
+                results.reason(f"{name}: {e}")
+                say(f"{name}: {e}")
+                continue
+            results.add(server, figures)
+            say(f"{name}, round {n + 1}: {server} " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+
+
+def runtime_stage(kinds: Sequence[Kind], results: Results, say: Callable[[str], None]) -> Stage:
+    """Runtimes that have answered once."""
+
+    def await_ready(server: Server) -> None:
+        asyncio.run(first_answer(Bench(server, -1)))
+        say(f"{server.kind.name} is up")
+
+    return Stage(kinds, results, say, await_ready)
+
+
+def _turn(stage: Stage, entry: Entry, name: str, seed: int) -> Figures:
+    """One round of a scenario on one server. Raises RoundFailed, ServerFailed, NoProfile."""
+
+    async def run(server: Server) -> Figures:
+        return await entry.run(Bench(server, seed))
+
+    def work(server: Server) -> Figures:
+        server.check()
+        return asyncio.run(run(server))
+
+    return stage.turn(name, work)
 
 
 def measure_load(stage: Stage, names: Sequence[str], rounds: int, results: Results, say: Callable[[str], None]) -> None:
-    """The chosen scenarios: rounds of A B C A B C …; a server that fails one is left out of it, with its reason."""
+    """The chosen scenarios."""
     for name in names:
-        entry, failed = SCENARIOS[name], set[str]()
-        for n in range(rounds):
-            for server in (s for s in entry.servers if s in stage.servers and s not in failed):
-                try:
-                    figures = stage.turn(server, entry, n)
-                except (RoundFailed, ServerFailed, NoProfile) as e:
-                    failed.add(server)
-                    results.drop(server, (name, f"{name}-itl-mean", f"{name}-itl-p99", f"{name}-prefill", f"{name}-tokenize"))
-                    results.reason(f"{name}: {e}")
-                    say(f"{name}: {e}")
-                    continue
-                results.add(server, figures)
-                say(f"{name}, round {n + 1}: {server} " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+        entry = SCENARIOS[name]
+        keys = (name, f"{name}-itl-mean", f"{name}-itl-p99", f"{name}-prefill", f"{name}-tokenize")
+        interleave(name, [s for s in entry.servers if s in stage.servers], rounds, partial(_turn, stage, entry), keys, results, say)
 
 
 def measure_int8(int8: Kind, bf16: Kind, rounds: int, results: Results, say: Callable[[str], None]) -> None:
     """Our int8 weights against our bf16 at batch 1, interleaved; under the key `int8-1`."""
     own = Results()
-    stage = Stage((int8, bf16), own, say)
+    stage = runtime_stage((int8, bf16), own, say)
     try:
         if len(stage.servers) == 2:
             for n in range(rounds):
                 for kind in (int8, bf16):
-                    got = stage.turn(kind.name, SCENARIOS["decode-1"], n)
+                    got = _turn(stage, SCENARIOS["decode-1"], kind.name, n)
                     own.add("ours" if kind is int8 else "ours-bf16", {"int8-1": got["decode-1"]})
                     say(f"int8, round {n + 1}: {kind.name} {got['decode-1']:.4g} tok/s")
             results.figures |= own.figures

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final
 
-from fleet_bench.peers import machine, setup
-from fleet_bench.peers.bars import Line, exit_code, judge, table
-from fleet_bench.peers.rounds import Results
-from fleet_bench.peers.servers import Kind, Server, ServerFailed
-from fleet_bench.report import write_json
+from fleet_bench.peers import comparison, setup
+from fleet_bench.peers.bars import table
+from fleet_bench.peers.comparison import choose, say
+from fleet_bench.peers.rounds import Results, Stage, interleave
+from fleet_bench.peers.servers import Server, ServerFailed
 from fleet_bench.router import routers, scenarios
 from fleet_bench.router.bars import BAR_KEYS, BARS
 from fleet_bench.router.mocks import Workers, nginx_workers, stream_workers, tokenizer_zip
@@ -42,49 +40,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model-folder", type=Path, default=cache_folder() / "models/smollm2-135m-instruct", help="whose tokenizer the workers give")
     p.add_argument("--results", type=Path, default=Path("bench/results"), help="folder for the JSON (default %(default)s)")
     return p
-
-
-def say(text: str) -> None:
-    """Progress."""
-    print(text, file=sys.stderr, flush=True)
-
-
-class Stage:
-    """Mock workers of one kind, and the routers over them; all frozen but the one at work."""
-
-    def __init__(self, workers: Workers, kinds: Sequence[Kind], results: Results) -> None:
-        self.workers = workers
-        self.servers: dict[str, Server] = {}
-        for kind in kinds:
-            server = Server(kind)
-            try:
-                routers.wait_ready(server, ask=_connects if len(workers.ports) > WORKERS else None)
-                server.freeze()
-                self.servers[kind.name] = server
-            except ServerFailed as e:
-                server.stop()
-                results.reason(str(e))
-                say(str(e))
-            except BaseException:
-                server.stop()
-                self.close()
-                raise
-
-    def turn(self, name: str, entry: Entry, tools: Tools, number: int, seconds: float) -> scenarios.Figures:
-        """One round on one router. Raises ServerFailed."""
-        server = self.servers[name]
-        server.thaw()
-        try:
-            if len(self.workers.ports) <= WORKERS:
-                routers.wait_ready(server)
-            return entry.run(Round(server, self.workers.urls[0], tools, number, seconds))
-        finally:
-            server.freeze()
-
-    def close(self) -> None:
-        for server in self.servers.values():
-            server.stop()
-        self.servers.clear()
 
 
 def _connects(server: Server) -> bool:
@@ -127,9 +82,11 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
             kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags))]
             if entry.peers:
                 kinds += [routers.peer(p, python, PEERS[p][1], workers.urls) for p, python in pythons.items()]
-            stage = Stage(workers, kinds, results)
+            ask = _connects if len(workers.ports) > WORKERS else None
+            stage = Stage(kinds, results, say, partial(routers.wait_ready, ask=ask))
             try:
-                _rounds(stage, name, entry, tools, a, results)
+                turn = partial(_turn, stage, workers, entry, tools, a.seconds)
+                interleave(name, list(stage.servers), 1 if entry.once else a.rounds, turn, BAR_KEYS.get(name, (name,)), results, say)
             finally:
                 stage.close()
     if "choice" in chosen:
@@ -141,58 +98,22 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
     return results
 
 
-def _rounds(stage: Stage, name: str, entry: Entry, tools: Tools, a: argparse.Namespace, results: Results) -> None:
-    """A B C A B C …; a router that fails is left out, with its reason."""
-    failed: set[str] = set()
-    for n in range(1 if entry.once else a.rounds):
-        for server in (s for s in stage.servers if s not in failed):
-            try:
-                figures = stage.turn(server, entry, tools, n, a.seconds)
-            except ServerFailed as e:
-                failed.add(server)
-                results.drop(server, BAR_KEYS.get(name, (name,)))
-                results.reason(f"{name}: {e}")
-                say(f"{name}: {e}")
-                continue
-            results.add(server, figures)
-            say(f"{name}, round {n + 1}: {server} " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+def _turn(stage: Stage, workers: Workers, entry: Entry, tools: Tools, seconds: float, name: str, number: int) -> scenarios.Figures:
+    """One round on one router. Raises ServerFailed."""
 
+    def work(server: Server) -> scenarios.Figures:
+        if len(workers.ports) <= WORKERS:
+            routers.wait_ready(server)
+        return entry.run(Round(server, workers.urls[0], tools, number, seconds))
 
-def judge_all(results: Results, chosen: Sequence[str]) -> list[Line]:
-    """A line for each bar that the chosen scenarios decide."""
-    keys = {key for s in chosen for key in BAR_KEYS.get(s, (s,))}
-    return [judge(bar, results.figures) for bar in BARS if bar.key in keys]
-
-
-def as_json(a: argparse.Namespace, results: Results, lines: Sequence[Line]) -> dict[str, Any]:
-    """The results file; fields in docs/performance.md."""
-    return {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine.describe(),
-        "settings": {"rounds": a.rounds, "seconds": a.seconds, "ours_flags": a.ours_flags, "scenarios": a.scenarios, "peers": a.peers},
-        "bars": [asdict(line) for line in lines],
-        "figures": results.figures,
-        "not_measured": results.reasons,
-    }
-
-
-def _choice(text: str, allowed: Sequence[str], flag: str) -> list[str]:
-    words = [w.strip() for w in text.split(",") if w.strip()]
-    if bad := [w for w in words if w not in allowed]:
-        raise ValueError(f"{flag} names {', '.join(bad)}; allowed: {', '.join(allowed)}")
-    return [w for w in allowed if w in words]
-
-
-def _interrupted(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    return stage.turn(name, work)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 all bars hold, 1 one failed, 3 one could not be measured, 2 wrong usage, 130 interrupted (all processes ended)."""
     a = parser().parse_args(argv)
     try:
-        chosen, peers = _choice(a.scenarios, ALL, "--scenarios"), _choice(a.peers, tuple(PEERS), "--peers")
+        chosen, peers = choose(a.scenarios, ALL, "--scenarios"), choose(a.peers, tuple(PEERS), "--peers")
         if a.rounds < 1 or a.seconds < 1:
             raise ValueError("--rounds and --seconds must be 1 or more")
         if not (a.model_folder / "tokenizer.json").is_file():
@@ -200,19 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         print(f"bench-router: {e}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupted)  # so that the processes are ended then too
+    comparison.interrupt_on_sigterm()
     try:
         results = measure(a, chosen, peers)
     except KeyboardInterrupt:
-        return 130
-    lines = judge_all(results, chosen)
-    print(f"{machine.words(machine.describe())}\n\n{table(lines)}")
-    if results.reasons:
-        print("\n".join(["", "not measured:", *(f"  {r}" for r in results.reasons)]))
-    file = a.results / f"router-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}.json"
-    write_json(file, as_json(a, results, lines))
-    print(f"\nwritten to {file}")
-    return exit_code(lines)
+        return comparison.INTERRUPTED
+    lines = comparison.judge_all(BARS, BAR_KEYS, results, chosen)
+    report = "\n".join([table(lines), *comparison.not_measured(results)])
+    return comparison.finish(a, SCHEMA, report, results, lines, ("rounds", "seconds", "ours_flags", "scenarios", "peers"))
 
 
 if __name__ == "__main__":

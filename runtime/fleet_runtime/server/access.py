@@ -6,7 +6,6 @@ What the files say is read by `fleet_contract.access`, as the router reads them.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import time
@@ -17,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from fleet_contract import access
-from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, LOOK_AGAIN_S, TlsFiles, WatchedFile, digest_of, given_key
+from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, WatchedFile, digest_of, given_key
 from fleet_contract.errors import AUTHENTICATION, ApiError
 from fleet_contract.launch import RuntimeLaunch
 from fleet_contract.logs import facts
@@ -76,17 +75,6 @@ def check_tls_flags(flags: RuntimeLaunch) -> bool:
         return access.check_tls_files(flags.tls_cert_file, flags.tls_key_file)
     except ValueError as e:
         raise StartError("BadFlag", str(e)) from e
-
-
-async def renew_tls(files: TlsFiles) -> None:
-    """New connections get the new certificate when the files change. Runs until cancelled."""
-    while True:
-        await asyncio.sleep(LOOK_AGAIN_S)
-        try:
-            if files.renew():
-                log.info("TLS certificate read again")
-        except OSError as e:
-            log.error("the TLS files could not be read again; the old certificate stays", extra=facts(error=str(e)))
 
 
 def parse_origins(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Final
 import uvicorn
 import uvloop
 
-from fleet_contract.access import TlsFiles
+from fleet_contract.access import TlsFiles, renew_tls
 from fleet_contract.errors import ApiError
 from fleet_contract.logs import facts, set_up_logging
 from fleet_contract.wire import RoutedHeaders, encode_ids
@@ -31,7 +31,7 @@ from fleet_runtime.config import RuntimeConfig
 from fleet_runtime.errors import EXIT_START_FAILED, StartError, leave_failure
 from fleet_runtime.mailbox import Mailbox
 from fleet_runtime.priority import yield_to_engine
-from fleet_runtime.server.access import ApiKeys, check_tls_flags, renew_tls
+from fleet_runtime.server.access import ApiKeys, check_tls_flags
 from fleet_runtime.server.app import create_app
 from fleet_runtime.server.guard import Guard, protocol_class
 from fleet_runtime.server.state import HttpState, load_text_model
@@ -125,7 +125,7 @@ class HttpProcess:
 
     def _new_tls_context(self) -> ssl.SSLContext:
         files = TlsFiles(self.state.flags.tls_cert_file, self.state.flags.tls_key_file)
-        self._background(renew_tls(files))
+        self._background(renew_tls(files, log))
         return files.context
 
     def _background(self, coroutine: object) -> None:

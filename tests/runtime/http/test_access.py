@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import ssl
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from fleet_contract.access import LOOK_AGAIN_S
 from fleet_contract.errors import ApiError
 from fleet_contract.launch import RuntimeLaunch
 from fleet_runtime.errors import StartError
-from fleet_runtime.server.access import LOOK_AGAIN_S, ApiKeys, check_tls_flags, parse_keys, parse_origins
+from fleet_runtime.server.access import ApiKeys, check_tls_flags, parse_keys, parse_origins
+from fleet_testing.certificates import self_signed
 from fleet_testing.runtime import Runtime, wait_for
 
 KEY = "rf-0123456789"
@@ -83,29 +81,13 @@ def test_origins() -> None:
         parse_origins("a.example")
 
 
-def _certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key()).serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True).sign(key, hashes.SHA256())
-    )  # fmt: skip
-    cert_path, key_path = folder / f"{name}.crt", folder / f"{name}.key"
-    cert_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    key_path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
-    return cert_path, key_path
-
-
 def _flags(**fields: object) -> RuntimeLaunch:
     return RuntimeLaunch.model_validate({"model": "simulated://", **fields})
 
 
 def test_tls_files_are_checked_at_the_start(tmp_path: Path) -> None:
-    cert, key = _certificate(tmp_path, "a")
-    _, other = _certificate(tmp_path, "b")
+    cert, key = self_signed(tmp_path, "a")
+    _, other = self_signed(tmp_path, "b")
     assert not check_tls_flags(_flags()) and check_tls_flags(_flags(tls_cert_file=str(cert), tls_key_file=str(key)))
     with pytest.raises(StartError, match="--tls-key-file is not"):
         check_tls_flags(_flags(tls_cert_file=str(cert)))
@@ -121,7 +103,7 @@ def _peer_name(address: tuple[str, int]) -> str:
 
 @pytest.mark.processes
 def test_a_worker_with_key_origin_and_tls(tmp_path: Path) -> None:
-    cert, key = _certificate(tmp_path, "one")
+    cert, key = self_signed(tmp_path, "one")
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     flags = (f"--tls-cert-file={cert}", f"--tls-key-file={key}", f"--api-key-file={keys}", "--cors-origins=https://chat.example")
@@ -147,7 +129,7 @@ def test_a_worker_with_key_origin_and_tls(tmp_path: Path) -> None:
             assert early.status_code == 413  # refused before the body's end, which TLS must survive
         assert httpx.get(f"{runtime.internal}/worker").status_code == 200  # the internal port asks for none of this
         assert _peer_name((host, port)) == "CN=one"
-        new_cert, new_key = _certificate(tmp_path, "two")
+        new_cert, new_key = self_signed(tmp_path, "two")
         os.replace(new_key, key)
         os.replace(new_cert, cert)
         wait_for(lambda: _peer_name((host, port)) == "CN=two", "new connections get the new certificate")
