@@ -114,6 +114,18 @@ class Brain:
         """Which worker holds which prefix."""
         return self.deciding.index
 
+    def watch(self, watcher: WorkerWatcher) -> None:
+        """Tells of the workers that are here, and from now on of each change."""
+        self.watchers.append(watcher)
+        for worker in self.workers:
+            if not worker.removed:
+                watcher.added(worker)
+
+    def unwatch(self, watcher: WorkerWatcher) -> None:
+        """Tells it no more. Of one that never watched it is nothing."""
+        if watcher in self.watchers:
+            self.watchers.remove(watcher)
+
     # -- facts in
 
     def take_observed(self, observed: Observed) -> None:

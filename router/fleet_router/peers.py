@@ -63,15 +63,12 @@ class PeerExchange:
         self._subscriptions = self._loop.create_task(self._greet())
         self._brain.deciding.load.on_unsent = self._plan
         self._brain.peers = self.report
-        self._brain.watchers.append(self)
-        for worker in self._brain.workers:
-            if not worker.removed:
-                self.added(worker)
+        self._brain.watch(self)
         self._tick()
 
     async def close(self) -> None:
         """Takes its leave."""
-        self._brain.watchers.remove(self)
+        self._brain.unwatch(self)
         self._brain.deciding.load.on_unsent = lambda: None
         for handle in (self._timer, self._sending):
             if handle is not None:

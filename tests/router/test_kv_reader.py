@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from fleet_contract.kv_events import Batch, Stored
 from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_contract.worker import WorkerRecord
 from fleet_router import reports
+from fleet_router.brain import Brain
 from fleet_router.decide.events import EventBook
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.keys import STRIDE
 from fleet_router.kv_feed import apply, reader
 from fleet_router.kv_feed.apply import Writer
+from fleet_router.metrics import Counters
+from fleet_router.settings import Settings
 from fleet_testing.fake_events import DIALECTS, OURS, SGLANG, FakePublisher
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
@@ -253,3 +257,7 @@ async def test_the_index_follows_a_real_runtime(make_fleet: MakeFleet, tmp_path:
         assert not fleet.brain.index.is_by_history(worker.slot)
         assert fleet.counter("predicted_cached_tokens_total") > 0
         await fleet.idle()
+
+
+async def test_a_reader_that_never_started_can_be_closed() -> None:
+    await reader.KvReader(Brain(Settings(), Counters(), time.monotonic)).close()

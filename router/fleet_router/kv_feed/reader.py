@@ -54,17 +54,14 @@ class KvReader:
 
     def start(self) -> None:
         """Reads the streams of the brain's workers from now on."""
-        self._brain.watchers.append(self)
         self._brain.stream_of = self.report
         self._brain.streams_settled = self.settled
-        for worker in self._brain.workers:
-            if not worker.removed:
-                self.added(worker)
+        self._brain.watch(self)
         self._tick()
 
     async def close(self) -> None:
         """Ends all streams; the index stays as it is."""
-        self._brain.watchers.remove(self)
+        self._brain.unwatch(self)
         if self._timer is not None:
             self._timer.cancel()
         for feed in self._feeds.values():
