@@ -20,14 +20,14 @@ import uvloop
 
 from fleet_contract.cache_folder import cache_folder
 from fleet_contract.worker import Ports, Profile, WorkerRecord
-from fleet_router.body import Prompt, parse_body, read_prompt
-from fleet_router.encoders import with_chains
-from fleet_router.http_client import Connection
-from fleet_router.http_request import Request
-from fleet_router.http_server import DataProtocol, Exchange, ServerState
+from fleet_router.api.body import Prompt, parse_body, read_prompt
+from fleet_router.api.paths import CHAT
+from fleet_router.brain.registry import Endpoint
+from fleet_router.edge.encoders import with_chains
+from fleet_router.http.client import Connection
+from fleet_router.http.request import Request
+from fleet_router.http.server import DataProtocol, Exchange, ServerState
 from fleet_router.lease import Want
-from fleet_router.paths import CHAT
-from fleet_router.registry import Endpoint
 from fleet_router.settings import Settings
 from fleet_router.single import Single
 from fleet_text.chat import chat_inputs

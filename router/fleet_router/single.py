@@ -8,19 +8,19 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from fleet_router import reports
-from fleet_router.answers import Answers
-from fleet_router.brain import Brain
-from fleet_router.brain_host import BrainHost
-from fleet_router.edge import Edge
-from fleet_router.edge_answers import EdgeAnswers
-from fleet_router.http_client import Pool
+from fleet_router.brain import reports
+from fleet_router.brain.answers import Answers
+from fleet_router.brain.brain import Brain
+from fleet_router.brain.host import BrainHost
+from fleet_router.brain.registry import Endpoint
+from fleet_router.edge.answers import EdgeAnswers
+from fleet_router.edge.edge import Edge
+from fleet_router.http.client import Pool
 from fleet_router.link import Channel, LinkServer
 from fleet_router.messages import Ask, Message, News
 from fleet_router.metrics import Counters, Snapshot
 from fleet_router.observed import Observed
 from fleet_router.process import Handover, on_stop, raise_file_limit
-from fleet_router.registry import Endpoint
 from fleet_router.settings import Settings
 
 log = logging.getLogger(__name__)

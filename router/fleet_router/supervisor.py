@@ -36,9 +36,9 @@ RESTART_PAUSE_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0)  # by failures in a row
 STEADY_S: Final = 10.0  # a child that lived so long starts its failures anew
 CONTROL_STOP_S: Final = 5.0
 BRAIN_STOP_S: Final = 5.0
-EDGE: Final = "fleet_router.edge"
-BRAIN: Final = "fleet_router.brain_process"
-CONTROL: Final = "fleet_router.control"
+EDGE: Final = "fleet_router.edge.edge"
+BRAIN: Final = "fleet_router.brain.process"
+CONTROL: Final = "fleet_router.control.control"
 
 
 class CannotStart(Exception):

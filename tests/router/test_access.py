@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from fleet_contract.access import LOOK_AGAIN_S, parse_keys
 from fleet_contract.errors import ApiError
 from fleet_contract.names import PRIORITY_CLASSES
-from fleet_router.callers import Bucket, Callers
 from fleet_router.decide.queue import CLASSES
+from fleet_router.edge.callers import Bucket, Callers
+from fleet_router.edge.trace_context import is_parent
 from fleet_router.settings import BadFlag, Settings, parse
-from fleet_router.trace_context import is_parent
 from fleet_testing.certificates import self_signed
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script
 from fleet_testing.router_fleet import MakeFleet, MakeWorker

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fleet_contract.wire import encode_ids
-from fleet_router.body import Prompt, parse_body, read_prompt
-from fleet_router.paths import CHAT, COMPLETIONS, PATHS
+from fleet_router.api.body import Prompt, parse_body, read_prompt
+from fleet_router.api.paths import CHAT, COMPLETIONS, PATHS
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 
@@ -79,7 +79,7 @@ async def test_what_the_router_cannot_render_goes_to_the_runtime_as_it_is(encode
 
 
 def test_the_prompt_code_of_the_edge_loads_no_pydantic() -> None:
-    code = "import sys, fleet_router.body, fleet_text.prompt; sys.exit(any(m in sys.modules for m in ('pydantic', 'fastapi', 'httpx', 'torch')))"
+    code = "import sys, fleet_router.api.body, fleet_text.prompt; sys.exit(any(m in sys.modules for m in ('pydantic', 'fastapi', 'httpx', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -16,10 +16,10 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from fleet_router.brain.explain import CACHED, CHEAPEST, ELSEWHERE, NEAR_TIE, ONLY, reason
 from fleet_router.decide.fleet import Fleet as Deciding
 from fleet_router.decide.load import Speed
 from fleet_router.decide.rule import Ask, Member, Pool
-from fleet_router.explain import CACHED, CHEAPEST, ELSEWHERE, NEAR_TIE, ONLY, reason
 from fleet_testing.fake_worker import DEFAULT_STREAM, Script
 from fleet_testing.router_fleet import MakeWorker
 from fleet_testing.router_process import RouterProcess, until, until_async

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from fleet_contract.errors import ApiError
-from fleet_router.dialects import ANTHROPIC, OLLAMA, OPENAI, RESPONSES, Dialect, dialect_of
+from fleet_router.api.dialects import ANTHROPIC, OLLAMA, OPENAI, RESPONSES, Dialect, dialect_of
 from fleet_testing.fake_worker import Script
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fleet_contract import names
-from fleet_router.discovery import PODS, SERVICES, Discovery, Gone, Json, SourceError, observe, pod_facts, service_facts
+from fleet_router.control.discovery import PODS, SERVICES, Discovery, Gone, Json, SourceError, observe, pod_facts, service_facts
 from fleet_router.observed import Observed, PodFacts, RouterFacts, ServiceFacts
 
 

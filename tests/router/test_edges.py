@@ -22,7 +22,7 @@ from fleet_testing.router_fleet import MakeWorker
 from fleet_testing.router_process import RouterProcess, until, until_async
 
 MakeRouter = Callable[..., Awaitable[RouterProcess]]
-EDGE, BRAIN, CONTROL = "fleet_router.edge", "fleet_router.brain_process", "fleet_router.control"
+EDGE, BRAIN, CONTROL = "fleet_router.edge.edge", "fleet_router.brain.process", "fleet_router.control.control"
 PIECES = [sse({"t": 1}, done=False), sse({"t": 2})]
 
 

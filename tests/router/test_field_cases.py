@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from fleet_router import registry
+from fleet_router.brain import registry
 from fleet_testing.cheap_worker import CheapWorker, tokenizer_file
 from fleet_testing.fake_worker import FakeWorker, Received, Script, error_body, sse, tiny_tokenizer_zip, write_answer
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker

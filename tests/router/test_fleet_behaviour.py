@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router import registry
+from fleet_router.brain import registry
+from fleet_router.brain.registry import Registry
 from fleet_router.observed import Observed, PodFacts, ServiceFacts
-from fleet_router.registry import Registry
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until

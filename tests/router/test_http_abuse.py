@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleet_contract import names
-from fleet_router import edge
+from fleet_router.edge import edge
 from fleet_testing.fake_worker import DEFAULT_STREAM, Script, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until

@@ -12,7 +12,7 @@ import tracemalloc
 import psutil
 import pytest
 
-from fleet_router.http_server import MAX_WAITING_BYTES
+from fleet_router.http.server import MAX_WAITING_BYTES
 from fleet_testing import fuzz_router, http_reference
 from fleet_testing.fake_worker import Script
 from fleet_testing.router_fleet import MakeFleet, MakeWorker

@@ -14,8 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from fleet_router.discovery import PODS, SERVICES, Gone, SourceError
-from fleet_router.kube import KubernetesSource, kubernetes_source
+from fleet_router.control.discovery import PODS, SERVICES, Gone, SourceError
+from fleet_router.control.kube import KubernetesSource, kubernetes_source
 
 Answer = tuple[int, list[bytes]]
 

@@ -14,8 +14,8 @@ import pytest
 from fleet_contract.kv_events import Batch, Stored
 from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_contract.worker import WorkerRecord
-from fleet_router import reports
-from fleet_router.brain import Brain
+from fleet_router.brain import reports
+from fleet_router.brain.brain import Brain
 from fleet_router.decide.events import EventBook
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.keys import STRIDE

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_router import reports
+from fleet_router.brain import reports
 from fleet_router.decide.retry import BUDGET_FLOOR
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker

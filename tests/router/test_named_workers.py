@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from fleet_contract.errors import ApiError
+from fleet_router.brain.static_workers import read_target
 from fleet_router.settings import BadFlag, Settings
-from fleet_router.static_workers import read_target
 from fleet_router.target import Target, parse_target
 from fleet_testing.engines.server import Timing
 from fleet_testing.engines.vllm import FakeVllm

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from fleet_contract import names
 from fleet_contract.kv_events import decode_batch
-from fleet_router.body import parse_body
+from fleet_router.api.body import parse_body
+from fleet_router.api.dialects import OPENAI
+from fleet_router.api.paths import COMPLETIONS
+from fleet_router.api.sse import UsageFilter, split_events
+from fleet_router.brain.polled import load_of_others
 from fleet_router.decide.load import LoadTable, Speed
-from fleet_router.dialects import OPENAI
 from fleet_router.engines.base import PolledLoad
 from fleet_router.engines.openai_worker import choices, error, error_event
 from fleet_router.engines.prometheus import labels_of, total
 from fleet_router.engines.splice import splice
-from fleet_router.paths import COMPLETIONS
-from fleet_router.polled import load_of_others
-from fleet_router.sse import UsageFilter, split_events
 from fleet_testing.engines.kv_publisher import KvPublisher
 from fleet_testing.engines.server import FakeEngine, Output, answer_tokens, prompt_text, said_text
 from fleet_testing.engines.sglang import FakeSglang

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_router import relay
+from fleet_router.edge import relay
 from fleet_router.engines.rooms import START_BITS, Rooms
 from fleet_testing.engines.server import Timing, answer_tokens, prompt_text, said_text
 from fleet_testing.engines.sglang import FakeSglang

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from fleet_contract.worker import LoadReport, Seen
+from fleet_router.brain.polled import load_of_others
+from fleet_router.brain.reports import snapshot
 from fleet_router.decide.load import WAIT, Load, LoadTable, Pick, SlotLoad, Speed
 from fleet_router.decide.peers import SILENT_S, PeerBook, PeerMessage, PickFacts, WorkerPicks
 from fleet_router.engines.base import PolledLoad
 from fleet_router.metrics import render
 from fleet_router.observed import RouterFacts
-from fleet_router.polled import load_of_others
 from fleet_router.replay import gates, trace
 from fleet_router.replay.simulate import Machine, Options, Simulation
-from fleet_router.reports import snapshot
 from fleet_router.settings import BadFlag, Settings
 from fleet_router.supervisor import bind
 from fleet_testing.fake_events import FakePublisher
@@ -486,7 +486,7 @@ async def test_a_brain_process_of_its_own_shares_too_and_its_port_survives_it(
         return bool((await router.get("/readyz"))["peers"] == {"expected": 1, "live": 1})
 
     await until_async(heard_there, "heard there")
-    brain = router.child("fleet_router.brain_process")
+    brain = router.child("fleet_router.brain.process")
     assert brain is not None
     life = next(iter(fleet.edge.host._peers._book.peers.values())).router
     brain.kill()

@@ -55,7 +55,7 @@ async def test_the_edge_process_loads_no_pydantic_fastapi_or_httpx(make_worker: 
     finally:
         os.environ["PYTHONPATH"] = before or ""
     await router.until_workers(1)
-    edge = router.child("fleet_router.edge")
+    edge = router.child("fleet_router.edge.edge")
     assert edge is not None
     assert (await router.chat(stream=True)).content == DEFAULT_STREAM
     assert (await router.chat("x" * 20_000)).status_code == 200
@@ -63,7 +63,7 @@ async def test_the_edge_process_loads_no_pydantic_fastapi_or_httpx(make_worker: 
     await router.metrics()
     assert await router.stop() == 0
     modules = Path(f"{out}.{edge.pid}").read_text().split("\n")
-    assert "fleet_router.edge" in modules or "fleet_router.brain" in modules
+    assert "fleet_router.edge.edge" in modules or "fleet_router.brain.brain" in modules
     roots = {m.split(".")[0] for m in modules}
     assert roots.isdisjoint({"pydantic", "fastapi", "httpx", "starlette", "uvicorn", "kubernetes", "aiohttp", "torch", "transformers"})
 
@@ -110,7 +110,7 @@ async def test_control_port_errors_have_the_one_shape(make_worker: MakeWorker, m
         assert set(response.json()["error"]) == {"message", "type", "code", "param", "request_id"}
 
 
-@pytest.mark.parametrize("name", ["edge", "control"])
+@pytest.mark.parametrize("name", ["edge.edge", "control.control"])
 async def test_a_killed_child_is_restarted_on_its_port(name: str, make_worker: MakeWorker, make_router: MakeRouter) -> None:
     worker = await make_worker()
     router = await make_router("--static", worker.url)
@@ -123,7 +123,7 @@ async def test_a_killed_child_is_restarted_on_its_port(name: str, make_worker: M
     await asyncio.to_thread(old.kill)
     await until(lambda: (new := router.child(f"fleet_router.{name}")) is not None and new.pid != old.pid, "it is started again")
     go.set()
-    if name == "control":
+    if name == "control.control":
         assert (await stream).content.endswith(b"data: [DONE]\n\n")  # the data path did not notice
     else:
         with pytest.raises(httpx.HTTPError):
@@ -138,7 +138,7 @@ async def test_a_killed_child_is_restarted_on_its_port(name: str, make_worker: M
 
 async def test_without_an_edge_the_control_port_says_so(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     router = await make_router("--static", (await make_worker()).url)
-    edge = router.child("fleet_router.edge")
+    edge = router.child("fleet_router.edge.edge")
     assert edge is not None
     edge.suspend()
     try:
@@ -342,7 +342,7 @@ async def test_the_edge_may_open_as_many_files_as_the_hard_limit_says(make_route
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def limits() -> tuple[int, int] | None:
-        edge = router.child("fleet_router.edge")
+        edge = router.child("fleet_router.edge.edge")
         return edge.rlimit(psutil.RLIMIT_NOFILE) if edge is not None else None
 
     await until(lambda: limits() == (hard, hard), "the edge's limit is raised")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_router.dialects import OPENAI
+from fleet_router.api.dialects import OPENAI
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -370,8 +370,8 @@ async def test_an_answer_in_one_piece_may_take_longer_than_a_first_token_while_i
     make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer of thousands of tokens has no byte before its last token."""
-    monkeypatch.setattr("fleet_router.relay.DEADLINE_GRACE_S", 0.1)
-    monkeypatch.setattr("fleet_router.relay.LOOK_AGAIN_S", 0.1)
+    monkeypatch.setattr("fleet_router.edge.relay.DEADLINE_GRACE_S", 0.1)
+    monkeypatch.setattr("fleet_router.edge.relay.LOOK_AGAIN_S", 0.1)
     worker = await make_worker()
     fleet = await make_fleet(worker, first_token_timeout=0.2, answer_timeout=1.5)
     gate = asyncio.Event()

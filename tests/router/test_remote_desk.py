@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import LoadReport, Profile, Seen, WorkerRecord
-from fleet_router import reports, safe_rule
-from fleet_router.brain import Brain
+from fleet_router.brain import reports
+from fleet_router.brain.brain import Brain
+from fleet_router.brain.desk_server import DeskServer
+from fleet_router.brain.registry import Endpoint
 from fleet_router.desk import Desk
-from fleet_router.desk_server import DeskServer
+from fleet_router.edge import safe_rule
+from fleet_router.edge.remote_desk import RemoteDesk
 from fleet_router.lease import Lease, Want
 from fleet_router.link import no_answers
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters, Snapshot, merge
-from fleet_router.registry import Endpoint
-from fleet_router.remote_desk import RemoteDesk
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
 from fleet_testing.router_process import until
@@ -368,8 +369,8 @@ async def test_what_was_asked_of_a_brain_that_dies_is_chosen_by_the_safe_rule() 
 
 
 async def test_a_brain_that_says_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_router.remote_desk.SILENCE_S", 0.2)
-    monkeypatch.setattr("fleet_router.remote_desk.REPORT_EVERY_S", 0.05)
+    monkeypatch.setattr("fleet_router.edge.remote_desk.SILENCE_S", 0.2)
+    monkeypatch.setattr("fleet_router.edge.remote_desk.REPORT_EVERY_S", 0.05)
     world = await busy_world()
     assert isinstance(world.desk, RemoteDesk) and world.server is not None
     waiting = asyncio.ensure_future(world.desk.acquire(want(3000, prefix=1), 60.0))

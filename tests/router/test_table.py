@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from fleet_contract.worker import Profile, WorkerRecord
+from fleet_router.brain.registry import Endpoint, worker_state
+from fleet_router.brain.reports import fleet_report
+from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import LoadTable, Speed
 from fleet_router.metrics import number
 from fleet_router.observed import PodFacts, ServiceFacts
-from fleet_router.registry import Endpoint, worker_state
-from fleet_router.reports import fleet_report
 from fleet_router.table import Service, Table, name_table, static_services
-from fleet_router.worker import Worker
 
 
 def worker(slot: int, *, role: str = "unified", revision: str = "aa", state: str = "ready", service: str = "chat", **more: Any) -> Worker:

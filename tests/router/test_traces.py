@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
+from fleet_router.edge.traces import Moments
 from fleet_router.settings import BadFlag, parse
-from fleet_router.traces import Moments
 from fleet_testing.collector import Collector
 from fleet_testing.fake_worker import Script, error_body, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker

@@ -14,11 +14,11 @@ from fleet_contract import errors as contract_errors
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.wire import decode_ids
-from fleet_router.body import Parsed
+from fleet_router.api.body import Parsed
+from fleet_router.api.paths import CHAT, COMPLETIONS, MAX_CHOICES
 from fleet_router.engines.base import Sending, asks_usage
 from fleet_router.engines.splice import splice
 from fleet_router.lease import Leg
-from fleet_router.paths import CHAT, COMPLETIONS, MAX_CHOICES
 from fleet_text.files import TOKENIZER_FILES
 
 DEFAULT_CAPACITY_TOKENS: Final = 100_000  # of an engine that does not tell

@@ -18,12 +18,12 @@ import zmq
 
 from fleet_contract.kv_events import Batch, Cleared, decode_batch, encode_sequence, kv_topic, split_live, split_replay
 from fleet_contract.wire import WireError
-from fleet_router.brain import Brain
+from fleet_router.brain.brain import Brain
+from fleet_router.brain.worker import Worker
 from fleet_router.decide.events import EventBook
 from fleet_router.kv_feed import follow
 from fleet_router.kv_feed.apply import ORPHAN, UNREADABLE, Content, Writer, tells_epochs
 from fleet_router.kv_feed.follow import Follower, Question
-from fleet_router.worker import Worker
 
 log = logging.getLogger(__name__)
 

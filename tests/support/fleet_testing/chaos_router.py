@@ -256,7 +256,7 @@ async def chaos(folder: Path, seconds: float, rate: float, *, seed: int = 0, kil
         router = await RouterProcess.start(folder, "--static", ",".join(w.url for w in workers), *FLAGS)
         await router.until_workers(len(workers))
         children = psutil.Process(router.process.pid).children(recursive=True)
-        edges = [p for p in children if "fleet_router.control" not in p.cmdline()]
+        edges = [p for p in children if "fleet_router.control.control" not in p.cmdline()]
         stop = asyncio.Event()
         bad_luck = asyncio.create_task(misfortune(workers, out, rng, kill_every_s, stop))
         load = Load(router.data_port, out, rng)

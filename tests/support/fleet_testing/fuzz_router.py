@@ -204,7 +204,7 @@ async def _exchange(port: int, pieces: list[bytes]) -> bytes | None:
 def edge_bytes(router: RouterProcess) -> int:
     """Resident memory of the edges."""
     children = psutil.Process(router.process.pid).children(recursive=True)
-    return sum(p.memory_info().rss for p in children if "fleet_router.control" not in p.cmdline())
+    return sum(p.memory_info().rss for p in children if "fleet_router.control.control" not in p.cmdline())
 
 
 async def settled(router: RouterProcess) -> list[str]:

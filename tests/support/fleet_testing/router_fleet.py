@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from fleet_contract.worker import FleetReport
-from fleet_router import reports
+from fleet_router.brain import reports
 from fleet_router.single import Single
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_process import until

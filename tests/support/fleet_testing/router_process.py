@@ -56,7 +56,7 @@ class RouterProcess:
         return f"http://127.0.0.1:{self.control_port}"
 
     def child(self, module: str) -> psutil.Process | None:
-        """The child process that runs a module, e.g. `fleet_router.edge`."""
+        """The child process that runs a module, e.g. `fleet_router.edge.edge`."""
         return next(iter(self.children(module)), None)
 
     def children(self, module: str) -> list[psutil.Process]:

@@ -14,9 +14,9 @@ from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer, ProbeRequest
 from fleet_router import metrics
+from fleet_router.control.workers_api import add_workers_api
 from fleet_router.link import LinkClient
 from fleet_router.messages import Reply
-from fleet_router.workers_api import add_workers_api
 
 JSON: Final = "application/json"
 MAX_PROBE_BYTES: Final = 64 << 10
@@ -148,7 +148,7 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
 
 def _add_dashboard(app: FastAPI) -> None:
     """One page for people; it asks /debug/overview each second."""
-    page = files("fleet_router").joinpath("dashboard.html").read_bytes()
+    page = files("fleet_router.control").joinpath("dashboard.html").read_bytes()
 
     @app.get("/")
     @app.get("/dashboard")

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleet_router import overview, reports
-from fleet_router.brain import Brain
+from fleet_router.brain import overview, reports
+from fleet_router.brain.brain import Brain
+from fleet_router.brain.static_workers import StaticWorkers
 from fleet_router.messages import Ask
 from fleet_router.metrics import Snapshot
-from fleet_router.static_workers import StaticWorkers
 
 
 class Edges(Protocol):

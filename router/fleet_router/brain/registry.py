@@ -25,7 +25,7 @@ from fleet_router.decide.load import REPORT_LIFE_S
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import Fetch, PolledLoad, key_headers
 from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
-from fleet_router.http_client import Pool, fetch
+from fleet_router.http.client import Pool, fetch
 from fleet_router.observed import PodFacts
 from fleet_router.target import Target
 

@@ -19,26 +19,27 @@ from fleet_contract import errors as contract_errors
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
-from fleet_router import errors, local
-from fleet_router.access import Access
-from fleet_router.body import Parsed, Prompt, parse_body, read_prompt
-from fleet_router.callers import HEADER_CLASS, Caller
+from fleet_router import errors
+from fleet_router.api.body import Parsed, Prompt, parse_body, read_prompt
+from fleet_router.api.dialects import OLLAMA, OPENAI
+from fleet_router.api.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.decide.retry import RetryBudget
 from fleet_router.desk import Desk
-from fleet_router.dialects import OLLAMA, OPENAI
-from fleet_router.encoders import Encoders
-from fleet_router.http_client import Pool
-from fleet_router.http_head import Head
-from fleet_router.http_request import Request
-from fleet_router.http_server import Exchange
+from fleet_router.edge import local
+from fleet_router.edge.access import Access
+from fleet_router.edge.callers import HEADER_CLASS, Caller
+from fleet_router.edge.encoders import Encoders
+from fleet_router.edge.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
+from fleet_router.edge.running import Running, RunningOne
+from fleet_router.edge.trace_context import passed_on
+from fleet_router.edge.traces import Span, Traces
+from fleet_router.http.client import Pool
+from fleet_router.http.head import Head
+from fleet_router.http.request import Request
+from fleet_router.http.server import Exchange
 from fleet_router.lease import Lease, Want
-from fleet_router.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
-from fleet_router.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
-from fleet_router.running import Running, RunningOne
 from fleet_router.settings import Settings
 from fleet_router.table import Service, WorkerView
-from fleet_router.trace_context import passed_on
-from fleet_router.traces import Span, Traces
 from fleet_text.ollama_chat import LATEST
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fleet_router.http_head import Head
+from fleet_router.http.head import Head
 
 MAX_STATE: Final = 512  # characters that have to be passed on
 _HEX: Final = frozenset(b"0123456789abcdef")

@@ -18,10 +18,10 @@ import zmq
 import zmq.asyncio
 
 from fleet_contract import names
-from fleet_router.brain import Brain
+from fleet_router.brain.brain import Brain
+from fleet_router.brain.worker import Worker
 from fleet_router.decide.peers import Identity, PeerBook, PeerMessage
 from fleet_router.observed import RouterFacts
-from fleet_router.worker import Worker
 
 log = logging.getLogger(__name__)
 

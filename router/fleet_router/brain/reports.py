@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker
+from fleet_router.brain.worker import Worker
 from fleet_router.kv_feed.follow import TRUST
 from fleet_router.metrics import Snapshot
 from fleet_router.observed import PodFacts
 from fleet_router.table import Service
-from fleet_router.worker import Worker
 
 if TYPE_CHECKING:
-    from fleet_router.brain import Brain
+    from fleet_router.brain.brain import Brain
 
 
 def fleet(brain: Brain, namespace: str, name: str) -> FleetReport:

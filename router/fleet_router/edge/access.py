@@ -13,9 +13,9 @@ from typing import Final
 
 from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, TlsFiles, allowed_origin, check_tls_files, parse_origins, renew_tls
 from fleet_contract.names import HEADER_TOLD_HITS, HEADER_TOLD_QUEUE, HEADER_TOLD_WORKER
-from fleet_router.callers import Callers
-from fleet_router.http_head import Head
-from fleet_router.http_request import Request
+from fleet_router.edge.callers import Callers
+from fleet_router.http.head import Head
+from fleet_router.http.request import Request
 from fleet_router.settings import BadFlag, Settings
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import msgspec
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import extend_chain, namespace_hash
 from fleet_contract.wire import encode_ids
+from fleet_router.api.dialects import Dialect, dialect_of
+from fleet_router.api.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
 from fleet_router.decide.keys import STRIDE
-from fleet_router.dialects import Dialect, dialect_of
-from fleet_router.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
 from fleet_text.chat import ChatInputs, PromptError
 
 if TYPE_CHECKING:  # the brain imports this module without tokenizers

@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib import metadata
 from typing import Any, Final
 
-from fleet_router.callers import Caller
+from fleet_router.edge.callers import Caller
 from fleet_router.table import Service, Table
 from fleet_text.ollama_chat import LATEST
 

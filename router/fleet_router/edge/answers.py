@@ -10,9 +10,9 @@ import msgspec
 
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeRequest
-from fleet_router.http_client import fetch
+from fleet_router.edge.service import DataService
+from fleet_router.http.client import fetch
 from fleet_router.messages import Ask
-from fleet_router.service import DataService
 from fleet_router.table import WorkerView
 
 FLUSH_TIMEOUT_S: Final = 15.0

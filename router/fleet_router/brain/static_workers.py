@@ -13,8 +13,8 @@ import msgspec
 from fleet_contract import errors as contract_errors
 from fleet_contract import names
 from fleet_contract.errors import ApiError
-from fleet_router.brain import Brain
-from fleet_router.registry import Endpoint, Registry
+from fleet_router.brain.brain import Brain
+from fleet_router.brain.registry import Endpoint, Registry
 from fleet_router.target import BadTarget, Target, parse_target
 
 KEPT: Final = "in memory of this router, until it restarts; name it with --static to keep it"

@@ -12,7 +12,7 @@ import msgspec
 from kubernetes.aio import client, config
 
 from fleet_contract import names
-from fleet_router.discovery import PODS, WATCH_S, Gone, Json, SourceError
+from fleet_router.control.discovery import PODS, WATCH_S, Gone, Json, SourceError
 
 LIST_TIMEOUT_S: Final = 30.0
 SELECTOR: Final = f"{names.LABEL_COMPONENT} in ({names.COMPONENT_WORKER},{names.COMPONENT_ROUTER})"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fleet_router import errors
-from fleet_router.relay import Attempt
+from fleet_router.edge.relay import Attempt
 
 
 class RunningOne:

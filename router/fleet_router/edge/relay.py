@@ -16,17 +16,17 @@ from typing import Final
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
-from fleet_router.body import Parsed, Prompt
-from fleet_router.dialects import OPENAI
+from fleet_router.api.body import Parsed, Prompt
+from fleet_router.api.dialects import OPENAI
+from fleet_router.api.paths import CHAT, COMPLETIONS
+from fleet_router.api.sse import UsageFilter
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
-from fleet_router.http_client import Handle, Pool, collect, fetch
-from fleet_router.http_server import Exchange
+from fleet_router.http.client import Handle, Pool, collect, fetch
+from fleet_router.http.server import Exchange
 from fleet_router.identifiers import random_hex
 from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
-from fleet_router.paths import CHAT, COMPLETIONS
-from fleet_router.sse import UsageFilter
 from fleet_router.table import WorkerView
 
 log = logging.getLogger(__name__)

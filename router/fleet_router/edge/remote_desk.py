@@ -20,7 +20,8 @@ import msgspec
 
 from fleet_contract import names
 from fleet_contract.errors import ApiError
-from fleet_router import errors, revisions, safe_rule
+from fleet_router import errors, revisions
+from fleet_router.edge import safe_rule
 from fleet_router.lease import Lease, Leg, Want
 from fleet_router.link import Answer, Channel, keep_connected
 from fleet_router.messages import (

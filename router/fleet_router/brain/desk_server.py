@@ -16,8 +16,10 @@ from typing import Any, Final
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_router import metrics, reports
-from fleet_router.brain import Brain, Turn
+from fleet_router import metrics
+from fleet_router.brain import reports
+from fleet_router.brain.brain import Brain, Turn
+from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import Pick
 from fleet_router.lease import Lease, Want
 from fleet_router.link import Answer, Channel
@@ -52,7 +54,6 @@ from fleet_router.messages import (
 )
 from fleet_router.observed import Observed, ServiceFacts
 from fleet_router.table import ServiceKey
-from fleet_router.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import uvicorn
 
 from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
-from fleet_router.control_api import create_app
-from fleet_router.discovery import Discovery
+from fleet_router.control.api import create_app
+from fleet_router.control.discovery import Discovery
 from fleet_router.link import LinkClient
 from fleet_router.process import Handover, read_handover
 
@@ -33,7 +33,7 @@ async def serve(handover: Handover) -> int:
     link = LinkClient(handover.link_name, settings.workers if settings.workers > 1 else 0)
     tasks = [loop.create_task(link.run(), name="link")]
     if settings.kubernetes:
-        from fleet_router.kube import kubernetes_source  # optional: a second of start-up that static routers need not pay
+        from fleet_router.control.kube import kubernetes_source  # optional: a second of start-up that static routers need not pay
 
         discovery = Discovery(lambda: kubernetes_source(settings.kubeconfig), link.send_news, settings.relist_interval)
         tasks.append(loop.create_task(discovery.run(), name="discovery"))

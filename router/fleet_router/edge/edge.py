@@ -18,24 +18,24 @@ import uvloop
 
 from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
-from fleet_router.access import HANDSHAKE_TIMEOUT_S, Access
+from fleet_router.api.dialects import dialect_of
 from fleet_router.desk import Desk
-from fleet_router.dialects import dialect_of
-from fleet_router.edge_answers import EdgeAnswers
-from fleet_router.encoders import Encoders
-from fleet_router.http_client import Pool
-from fleet_router.http_request import Limits
-from fleet_router.http_server import DataProtocol, ServerState
+from fleet_router.edge.access import HANDSHAKE_TIMEOUT_S, Access
+from fleet_router.edge.answers import EdgeAnswers
+from fleet_router.edge.encoders import Encoders
+from fleet_router.edge.remote_desk import RemoteDesk
+from fleet_router.edge.service import DataService
+from fleet_router.edge.traces import Traces
+from fleet_router.http.client import Pool
+from fleet_router.http.request import Limits
+from fleet_router.http.server import DataProtocol, ServerState
 from fleet_router.identifiers import random_hex
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters
 from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
-from fleet_router.remote_desk import RemoteDesk
-from fleet_router.service import DataService
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
-from fleet_router.traces import Traces
 from fleet_text.chains import MAX_BYTES
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from fleet_router import reports
+from fleet_router.brain import reports
 
 if TYPE_CHECKING:
-    from fleet_router.brain import Brain, Key
+    from fleet_router.brain.brain import Brain, Key
     from fleet_router.decide.queue import CacheQueue
     from fleet_router.metrics import Snapshot
 

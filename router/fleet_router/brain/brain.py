@@ -21,21 +21,21 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.worker import LoadReport
 from fleet_router import errors, revisions
+from fleet_router.brain.explain import Choice
+from fleet_router.brain.polled import load_of_others
+from fleet_router.brain.registry import Endpoint, worker_state
+from fleet_router.brain.worker import Worker
 from fleet_router.decide.fleet import Decision, Fleet, Taken
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Pick, Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
 from fleet_router.engines.base import PolledLoad
-from fleet_router.explain import Choice
 from fleet_router.lease import Lease, Leg, Want
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed, ServiceFacts
-from fleet_router.polled import load_of_others
-from fleet_router.registry import Endpoint, worker_state
 from fleet_router.settings import Settings
 from fleet_router.table import Service, ServiceKey, Table, WorkerView, service_of_record, static_services
-from fleet_router.worker import Worker
 
 log = logging.getLogger(__name__)
 

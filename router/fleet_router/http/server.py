@@ -19,8 +19,8 @@ import httptools
 
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
-from fleet_router.http_head import INVALID, Head, answer_begin, body_too_large, path_of
-from fleet_router.http_request import Limits, Request
+from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, path_of
+from fleet_router.http.request import Limits, Request
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleet_contract.errors import ApiError
-from fleet_router.http_head import Head
+from fleet_router.http.head import Head
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The deciding half: workers, their load and prefixes, choice, queue, other routers."""

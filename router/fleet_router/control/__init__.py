@@ -1,0 +1,1 @@
+"""The control process: its HTTP port and discovery."""

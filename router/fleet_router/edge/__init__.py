@@ -1,0 +1,1 @@
+"""The HTTP half: reads requests, asks the desk for a lease, sends, streams, answers."""
