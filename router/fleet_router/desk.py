@@ -1,16 +1,53 @@
-"""The seam between the HTTP half and the deciding half: all that an edge asks of the brain.
+"""The seam between the HTTP half and the deciding half: all that an edge asks of the brain, and the lease that it gets.
 
-`brain.Brain` is a desk itself, for an edge in its own process. All methods that do not wait return at once and count before they return.
+A lease is workers chosen for one attempt, counted until released. `brain.Brain` is a desk itself, for an edge in its own process. All
+methods that do not wait return at once and count before they return.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fleet_router.lease import Lease, Leg, Want
 from fleet_router.metrics import Counters
-from fleet_router.table import Service, Table, WorkerView
+from fleet_router.table import Service, ServiceKey, Table, WorkerView
+
+
+@dataclass(slots=True)
+class Want:
+    """What a request needs of a choice."""
+
+    service: ServiceKey
+    prompt_tokens: int
+    answer_tokens: int
+    revision: str
+    keys: tuple[int, ...] = ()
+    exclude: Collection[WorkerView] = field(default_factory=tuple)
+    request_id: str = ""
+    any_role: bool = False  # no generation: every ready worker can answer
+    prompt_only: bool = False  # nothing behind the prompt is computed: a prefill worker can answer alone
+    silent: bool = False  # the answer comes in one piece: nobody sees its first token
+    tenant: str = ""
+    klass: str = "default"
+    size_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One worker's part of a lease."""
+
+    worker: WorkerView
+    pick_number: int  # of the lease's `pick_id`: the worker echoes it in its load reports
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request that waits for its lease. `lease` gets None when there is no ready worker any more, or an ApiError."""
+
+    lease: asyncio.Future[Lease | None]
 
 
 class Desk(Protocol):
@@ -34,11 +71,14 @@ class Desk(Protocol):
     def choose_revision(self, service: Service[Any], exclude: Collection[WorkerView] = ()) -> str | None:
         """A revision with ready workers, by the operator's weights; None without any."""
 
-    async def acquire(self, want: Want, timeout_s: float) -> Lease | None:
-        """Chooses and counts: at once when the best worker is not busy, else when it is the request's turn. None when no worker is ready.
+    def begin(self, want: Want, timeout_s: float) -> Lease | Turn | None:
+        """Chooses and counts: at once when that can be, else when it is the request's turn. None when no worker is ready.
 
-        Raises ApiError when too many wait, or its time is over. Cancelled: it does not wait any more.
+        Raises ApiError when too many wait.
         """
+
+    def leave(self, turn: Turn) -> None:
+        """Whoever waits is gone; what it may just have got is given back."""
 
     async def explain(self, want: Want) -> dict[str, Any] | None:
         """The decision that would be made now, in words, without making it. None when no worker is ready."""
@@ -71,3 +111,54 @@ class Desk(Protocol):
 
     def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
         """The serving worker made so many tokens after its first in so long."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The workers chosen for one attempt, counted until `release`. Use as a context manager."""
+
+    desk: Desk
+    number: int  # of this desk, never used again
+    pick_id: str  # whose numbers the picks have: one life of a brain, or of an edge that chose without one
+    serving: Leg  # gives the client's answer
+    prefill: Leg | None
+    prompt_tokens: int
+    predicted_tokens: int  # of the prompt, what the worker that computes it should have cached
+    waited_s: float = 0.0  # because all workers were busy
+    over: bool = False
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def legs(self) -> list[Leg]:
+        """Prefill first."""
+        return [self.serving] if self.prefill is None else [self.prefill, self.serving]
+
+    def release(self) -> None:
+        """Gives all counts back; again is nothing."""
+        for leg in self.legs():
+            self.release_leg(leg)
+        if not self.over:
+            self.over = True
+            self.desk.forget(self)
+
+    def release_leg(self, leg: Leg) -> None:
+        """One worker has nothing more to do for this request."""
+        if not leg.released:
+            leg.released = True
+            self.desk.give_back(self, leg)
+
+    def first_token(self) -> None:
+        """The prompt is computed: it is no waiting work any more."""
+        self.desk.first_token(self)
+
+    def cached(self, tokens: int) -> None:
+        """What the worker really had cached."""
+        self.desk.learn_cached(self, tokens)
+
+    def answered(self, tokens: int, seconds: float) -> None:
+        """The answer had so many tokens; from its first to its last byte it took so long, with a client that kept up."""
+        self.desk.learn_step(self, tokens - 1, seconds)

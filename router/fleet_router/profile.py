@@ -11,23 +11,23 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import msgspec
 import uvloop
 
 from fleet_contract.cache_folder import cache_folder
 from fleet_contract.worker import Ports, Profile, WorkerRecord
-from fleet_router.api.body import Prompt, parse_body, read_prompt
+from fleet_router.api.body import Prompt, begin_prompt, parse_body
 from fleet_router.api.paths import CHAT
 from fleet_router.brain.registry import Endpoint
+from fleet_router.desk import Lease, Want
 from fleet_router.edge.encoders import with_chains
 from fleet_router.http.client import Connection
 from fleet_router.http.request import Request
 from fleet_router.http.server import DataProtocol, Exchange, ServerState
-from fleet_router.lease import Want
 from fleet_router.settings import Settings
 from fleet_router.single import Single
 from fleet_text.chat import chat_inputs
@@ -103,15 +103,6 @@ def best_us(call: Callable[[], object], count: int) -> float:
             call()
         best = min(best, time.thread_time() - began)
     return 1e6 * best / count
-
-
-def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has nothing to wait for."""
-    try:
-        work.send(None)
-    except StopIteration as e:
-        return e.value
-    raise RuntimeError("it waits")
 
 
 class Rig:
@@ -198,14 +189,11 @@ class Rig:
 def head_us(state: ServerState, count: int, *, known: bool) -> float:
     """A head and its body, with an answer at once."""
 
-    async def answer(request: Request, exchange: Exchange) -> None: ...
-
-    class Quick(DataProtocol):
-        def _start(self, request: Request) -> None:
-            Exchange(self, request).respond(200, b"{}")
+    def answer(request: Request, exchange: Exchange) -> None:
+        exchange.respond(200, b"{}")
 
     plain = ServerState(state.limits, answer, state.make_request_id, lambda limit: None)
-    client = Quick(plain)
+    client = DataProtocol(plain)
     client.connection_made(Wire(lambda data: None))
     data = request(chat(1))
 
@@ -242,13 +230,14 @@ def stages(rig: Rig, encoder: PromptEncoder | None, count: int) -> list[tuple[st
         if (words := find_words(encoder)) is not None:
             out.append(("  a new text of known words", best_us(lambda: words.encode(text), count)))
         out.append(("  a new text, without a table of words", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
-        prompt = cast(Prompt, finished(read_prompt(parsed, encoder, REVISION, chains)))
+        prompt = cast(Prompt, begin_prompt(parsed, encoder, REVISION, chains))
     service = next(iter(rig.edge.brain.table.services.values()))
     want = Want(service.facts.key, prompt.tokens, 16, "r1", prompt.keys, silent=True)
 
     def choose() -> None:
-        with finished(rig.edge.brain.acquire(want, 1.0)):
-            pass
+        lease = rig.edge.brain.begin(want, 1.0)
+        assert isinstance(lease, Lease)
+        lease.release()
 
     out.append(("choice, counted and given back", best_us(choose, count)))
     return out

@@ -6,7 +6,7 @@ Facts come from `registry` (records of workers, their health) and discovery; wha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fleet_contract import names
@@ -55,13 +55,13 @@ def service_of_record(record: WorkerRecord) -> ServiceKey:
     return (record.namespace, record.service or DEFAULT_SERVICE)
 
 
-@dataclass(slots=True)
 class Service(Generic[W]):
     """One InferenceService, or one group of static workers."""
 
-    facts: ServiceFacts
-    workers: list[W] = field(default_factory=list)
-    _units: dict[str, int] | None = None  # every change of a worker makes a new table
+    def __init__(self, facts: ServiceFacts) -> None:
+        self.facts = facts
+        self.workers: list[W] = []
+        self._units: dict[str, int] | None = None  # every change of a worker makes a new table
 
     @property
     def label(self) -> str:

@@ -188,13 +188,13 @@ async def test_a_class_is_what_the_key_may_use(make_worker: MakeWorker, make_fle
     keys = keys_in(tmp_path, line(name="a", priorityClass="interactive"), line(OTHER, name="b", priorityClasses=["system"]))
     fleet = await make_fleet(worker, api_key_file=keys)
     wants: list[tuple[str, str]] = []
-    acquire = fleet.brain.acquire
+    begin = fleet.brain.begin
 
-    async def look(want: Any, timeout_s: float) -> Any:
+    def look(want: Any, timeout_s: float) -> Any:
         wants.append((want.tenant, want.klass))
-        return await acquire(want, timeout_s)
+        return begin(want, timeout_s)
 
-    fleet.brain.acquire = look
+    fleet.brain.begin = look
     for key, asked, code in (
         (KEY, None, 200), (KEY, "batch", 200), (KEY, "Interactive", 200), (KEY, "system", 403), (KEY, "default", 403), (KEY, "vip", 400),
         (OTHER, None, 200), (OTHER, "system", 200), (OTHER, "batch", 403),

@@ -151,7 +151,7 @@ async def test_a_client_that_hangs_up_ends_its_request_at_the_worker(how: str, m
 
 @pytest.mark.case("C37")
 async def test_a_client_that_hangs_up_while_it_waits_is_never_served(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
-    """Red without `withdraw` in the `finally` of `Brain.acquire`."""
+    """Red without `withdraw` in `Brain.leave`."""
     worker = await make_worker()
     fleet = await make_fleet(worker)
     gate = asyncio.Event()

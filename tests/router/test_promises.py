@@ -21,8 +21,8 @@ from fleet_contract.errors import ApiError
 from fleet_router.brain.registry import Registry
 from fleet_router.control.discovery import PODS, SERVICES, Discovery, Json
 from fleet_router.decide.retry import BUDGET_FLOOR
+from fleet_router.desk import Want
 from fleet_router.http.client import Pool
-from fleet_router.lease import Want
 from fleet_testing import chaos_router
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker

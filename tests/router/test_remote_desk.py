@@ -20,15 +20,15 @@ from fleet_router.brain import reports
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.desk_server import DeskServer
 from fleet_router.brain.registry import Endpoint
-from fleet_router.desk import Desk
+from fleet_router.desk import Desk, Lease, Want
 from fleet_router.edge import safe_rule
 from fleet_router.edge.remote_desk import RemoteDesk
-from fleet_router.lease import Lease, Want
 from fleet_router.link import no_answers
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters, Snapshot, merge
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
+from fleet_testing.desks import acquire
 from fleet_testing.router_process import until
 
 ROLES = ("unified", "prefill", "decode", "decode")
@@ -161,7 +161,7 @@ def apply(world: World, op: tuple[Any, ...]) -> None:
     if kind == "acquire":
         _, prompt, prefix, exclude, *flags = op
         w = want(prompt, prefix=prefix, exclude=[v for n, (_, v) in enumerate(views) if n == exclude], **dict.fromkeys(flags, True))
-        world.asked.append(loop.create_task(world.desk.acquire(w, 5.0)))
+        world.asked.append(loop.create_task(acquire(world.desk, w, 5.0)))
     elif kind == "cancel" and world.asked:
         world.asked[op[1] % len(world.asked)].cancel()
     elif kind == "wait" and KEY in world.desk.table.services:
@@ -251,7 +251,7 @@ async def busy_world() -> World:
     world = await remote_world()
     add_workers(world, ("unified",))
     await world.settle()
-    world.asked.append(asyncio.ensure_future(world.desk.acquire(want(3000), 5.0)))
+    world.asked.append(asyncio.ensure_future(acquire(world.desk, want(3000), 5.0)))
     await world.settle()
     assert len(world.leases()) == 1
     return world
@@ -259,7 +259,7 @@ async def busy_world() -> World:
 
 async def test_a_lost_edge_gives_back_its_leases_waits_and_places_in_the_queue_at_once() -> None:
     world = await busy_world()
-    world.asked.append(asyncio.ensure_future(world.desk.acquire(want(3000, prefix=1), 5.0)))
+    world.asked.append(asyncio.ensure_future(acquire(world.desk, want(3000, prefix=1), 5.0)))
     world.waits.append(asyncio.ensure_future(world.desk.wait_change(world.desk.table.services[KEY], 60.0)))
     await world.settle()
     (worker,) = world.brain.workers
@@ -277,7 +277,7 @@ async def test_a_lost_edge_gives_back_its_leases_waits_and_places_in_the_queue_a
 async def test_a_request_that_leaves_while_its_answer_is_under_way_leaves_nothing(how: str) -> None:
     world = await busy_world()
     (worker,) = world.brain.workers
-    task = asyncio.ensure_future(world.desk.acquire(want(20 if how == "waiting" else 3000, prefix=1), 5.0))
+    task = asyncio.ensure_future(acquire(world.desk, want(20 if how == "waiting" else 3000, prefix=1), 5.0))
     await world.settle()
     if how == "granted":
         world.leases()[0].first_token()  # the worker is free: the grant leaves the brain while the edge takes its request back
@@ -304,7 +304,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     desk = world.desk
     assert isinstance(desk, RemoteDesk) and desk._connected is not None
     for _ in range(6):
-        world.asked.append(asyncio.ensure_future(desk.acquire(want(900), 5.0)))
+        world.asked.append(asyncio.ensure_future(acquire(desk, want(900), 5.0)))
         await world.settle()
     leases = world.leases()
     assert len(leases) == 6
@@ -314,7 +314,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     leases[5].release_leg(leases[5].legs()[0])
     desk._connected.abort()
     await until(lambda: bool(desk.degraded), "the brain is gone", 5)
-    safe = await desk.acquire(want(900), 5.0)
+    safe = await acquire(desk, want(900), 5.0)
     assert safe is not None and safe.pick_id not in (world.brain.pick_id, leases[0].pick_id)
     brain = make_brain(world.now)
     server = make_server(brain)
@@ -354,17 +354,17 @@ async def test_what_was_asked_of_a_brain_that_dies_is_chosen_by_the_safe_rule() 
     world = await busy_world()
     desk = world.desk
     assert isinstance(desk, RemoteDesk) and desk._connected is not None
-    waiting = asyncio.ensure_future(desk.acquire(want(3000, prefix=1), 5.0))
+    waiting = asyncio.ensure_future(acquire(desk, want(3000, prefix=1), 5.0))
     await world.settle()
     assert not waiting.done()
     desk._connected.abort()
     lease = await waiting
     assert lease is not None and lease.serving.worker.record.pod_uid == "pod0" and lease.serving.pick_number == 0
-    again = await desk.acquire(want(3000, prefix=2), 5.0)
+    again = await acquire(desk, want(3000, prefix=2), 5.0)
     assert again is not None and (again.pick_id, again.serving.pick_number) == (lease.pick_id, 1)
     with pytest.raises(ApiError, match="deciding process is away"):
         await desk.explain(want())
-    assert await desk.acquire(want(exclude=list(world.views().values())), 5.0) is None
+    assert await acquire(desk, want(exclude=list(world.views().values())), 5.0) is None
     await close(world)
 
 
@@ -373,7 +373,7 @@ async def test_a_brain_that_says_nothing_is_left_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr("fleet_router.edge.remote_desk.REPORT_EVERY_S", 0.05)
     world = await busy_world()
     assert isinstance(world.desk, RemoteDesk) and world.server is not None
-    waiting = asyncio.ensure_future(world.desk.acquire(want(3000, prefix=1), 60.0))
+    waiting = asyncio.ensure_future(acquire(world.desk, want(3000, prefix=1), 60.0))
     await world.settle()
     world.server.close()  # no pulse any more
     assert await asyncio.wait_for(waiting, 5) is not None
@@ -387,7 +387,7 @@ async def test_a_worker_that_becomes_ready_while_the_brain_says_no_is_not_missed
     world.endpoints[0].healthy = False
     world.brain.take_endpoint(world.endpoints[0])
     await world.settle()
-    asked = asyncio.ensure_future(world.desk.acquire(want(), 5.0))
+    asked = asyncio.ensure_future(acquire(world.desk, want(), 5.0))
     await asyncio.sleep(0)
     world.endpoints[0].healthy = True
     world.brain.take_endpoint(world.endpoints[0])  # before the brain reads the question, or after it: one of both orders is the bad one
@@ -397,7 +397,7 @@ async def test_a_worker_that_becomes_ready_while_the_brain_says_no_is_not_missed
 
 async def test_a_request_whose_turn_comes_on_a_worker_that_goes_in_the_same_moment_asks_again() -> None:
     world = await busy_world()
-    asked = asyncio.ensure_future(world.desk.acquire(want(3000, prefix=1), 5.0))
+    asked = asyncio.ensure_future(acquire(world.desk, want(3000, prefix=1), 5.0))
     await world.settle()
     (worker,) = world.brain.workers
     assert world.server is not None
@@ -424,7 +424,7 @@ async def test_words_of_another_build_end_the_connection_and_nothing_else() -> N
     await asyncio.sleep(0.01)
     assert ours.recv(10) == b""
     ours.close()
-    assert await world.desk.acquire(want(), 5.0) is not None
+    assert await acquire(world.desk, want(), 5.0) is not None
     await close(world)
 
 

@@ -6,7 +6,7 @@ Top-level values are kept raw until somebody needs them. Wrong types that only t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -22,7 +22,7 @@ from fleet_router.decide.keys import STRIDE
 from fleet_text.chat import ChatInputs, PromptError
 
 if TYPE_CHECKING:  # the brain imports this module without tokenizers
-    from fleet_text.chains import ChatChains
+    from fleet_text.chains import ChatChains, Reading
     from fleet_text.prompt import PromptEncoder
 
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
@@ -100,8 +100,11 @@ def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
     return model
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
-    """Token ids and keys of the prompt.
+LongPrompt = Callable[[], Prompt]  # what is left to do, for a thread
+
+
+def begin_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt | LongPrompt:
+    """Token ids and keys of the prompt; for a long one, the work that makes them.
 
     Args:
         parsed: of `parse_body`.
@@ -119,23 +122,68 @@ async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revis
         salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
         namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
         choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
+        encode = _Encode(estimate, encoder, namespace, chains, choices)
         if size > INLINE_CHAT_BYTES:
-            ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
-        else:
-            what = prompt_of(parsed.route, fields)
-            if isinstance(what, ChatInputs) and chains is not None:
-                reading, several = chains.look(encoder.render_chat(what), namespace), 1
-                ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
-            elif size > INLINE_BYTES:
-                ids, keys, several = await asyncio.to_thread(_encode, what, encoder, namespace, chains)
-            else:
-                ids, keys, several = _encode(what, encoder, namespace, chains)
-    except (PromptError, TypeError, ValueError, RecursionError):
-        return estimate  # no JSON, or the model's template refuses it: the runtime says why
-    if not several:
+            return lambda: encode.fields(parsed.route, fields)
+        what = prompt_of(parsed.route, fields)
+        if isinstance(what, ChatInputs) and chains is not None:
+            reading = chains.look(encoder.render_chat(what), namespace)
+            if reading.missing_chars > INLINE_BYTES:
+                return lambda: encode.reading(chains, reading)
+            return encode.reading(chains, reading)
+        if size > INLINE_BYTES:
+            return lambda: encode.what(what)
+        return encode.what(what)
+    except _REFUSED:
         return estimate
-    choices = min(MAX_CHOICES, choices * several)
-    return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(estimate.tokens, choices=choices)
+
+
+async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
+    """`begin_prompt`, to its end."""
+    begun = begin_prompt(parsed, encoder, model_revision, chains)
+    return begun if isinstance(begun, Prompt) else await asyncio.to_thread(begun)
+
+
+_REFUSED: Final = (PromptError, TypeError, ValueError, RecursionError)  # no JSON, or the model's template refuses it: the runtime says why
+
+
+class _Encode:
+    """Makes a prompt of what a request says."""
+
+    def __init__(self, estimate: Prompt, encoder: PromptEncoder, namespace: int, chains: ChatChains | None, choices: int) -> None:
+        self._estimate = estimate
+        self._encoder = encoder
+        self._namespace = namespace
+        self._chains = chains
+        self._choices = choices
+
+    def fields(self, route: Path, fields: dict[str, msgspec.Raw]) -> Prompt:
+        """Of a body's top level."""
+        try:
+            return self.what(prompt_of(route, fields))
+        except _REFUSED:
+            return self._estimate
+
+    def what(self, what: What | None) -> Prompt:
+        """Of a prompt in whatever form."""
+        try:
+            return self.prompt(*_encode(what, self._encoder, self._namespace, self._chains))
+        except _REFUSED:
+            return self._estimate
+
+    def reading(self, chains: ChatChains, reading: Reading) -> Prompt:
+        """Of a chat that was looked for."""
+        try:
+            return self.prompt(*chains.read(reading), 1)
+        except _REFUSED:
+            return self._estimate
+
+    def prompt(self, ids: bytes, keys: tuple[int, ...], several: int) -> Prompt:
+        """Args: several: prompts in one body; 0: none could be read."""
+        if not several:
+            return self._estimate
+        choices = min(MAX_CHOICES, self._choices * several)
+        return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(self._estimate.tokens, choices=choices)
 
 
 @lru_cache(maxsize=1024)

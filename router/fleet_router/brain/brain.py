@@ -30,8 +30,8 @@ from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Pick, Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
+from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.engines.base import PolledLoad
-from fleet_router.lease import Lease, Leg, Want
 from fleet_router.metrics import Counters
 from fleet_router.observed import Observed, ServiceFacts
 from fleet_router.settings import Settings
@@ -50,13 +50,12 @@ _PROMPT_ONLY: Final = (names.ROLE_UNIFIED, names.ROLE_PREFILL)
 Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A request that waits while all workers are busy. `lease` gets None when its revision has no worker any more, or an ApiError."""
+@dataclass(slots=True, eq=False)
+class QueuedTurn(Turn):
+    """It waits while all workers are busy."""
 
     key: Key
     request: Waiting
-    lease: asyncio.Future[Lease | None]
 
 
 class WorkerWatcher(Protocol):
@@ -198,22 +197,8 @@ class Brain:
         decision = self._decide(want)
         return self._lease(want, decision) if decision is not None else None
 
-    async def acquire(self, want: Want, timeout_s: float) -> Lease | None:
-        """Chooses and counts: at once when the best worker is not busy, else when it is the request's turn. None when no worker is ready.
-
-        Raises ApiError when too many wait, or its time is over. Cancelled: it does not wait any more.
-        """
-        turn = self.begin(want, timeout_s)
-        if not isinstance(turn, Turn):
-            return turn
-        try:
-            return await turn.lease
-        except asyncio.CancelledError:
-            self.leave(turn)
-            raise
-
     def begin(self, want: Want, timeout_s: float) -> Lease | Turn | None:
-        """What `acquire` does before it waits: the lease, or the place in the queue. Raises ApiError when too many wait."""
+        """See `Desk`: at once when the best worker is not busy, else from the queue."""
         if want.any_role or want.prompt_only:
             return self.pick(want)
         key = self._key(want)
@@ -235,10 +220,11 @@ class Brain:
             raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
         self._look_soon()
         self._set_timer()
-        return Turn(key, request, future)
+        return QueuedTurn(future, key, request)
 
     def leave(self, turn: Turn) -> None:
         """Whoever waits is gone; what it may just have got is given back."""
+        assert isinstance(turn, QueuedTurn)
         if turn.request.queued:
             self.deciding.queues[turn.key].withdraw(turn.request)
         future = turn.lease

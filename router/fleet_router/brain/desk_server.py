@@ -18,10 +18,10 @@ import msgspec
 from fleet_contract.errors import ApiError
 from fleet_router import metrics
 from fleet_router.brain import reports
-from fleet_router.brain.brain import Brain, Turn
+from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import Pick
-from fleet_router.lease import Lease, Want
+from fleet_router.desk import Lease, Turn, Want
 from fleet_router.link import Answer, Channel
 from fleet_router.messages import (
     ASK_AGAIN,

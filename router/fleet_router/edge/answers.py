@@ -59,7 +59,7 @@ class EdgeAnswers:
 
     async def flush(self, model: str) -> dict[str, Any]:
         """Every ready worker of a service (without a name: of the only one) forgets its cached prefixes; what each says. Raises ApiError 404."""
-        service = self._service.find(model)
+        service = self._service.dispatcher.find(model)
         ready = [w for w in service.workers if w.routable]
         said = await asyncio.gather(*map(self._flush, ready))
         return {w.name: answer for w, answer in zip(ready, said, strict=True)}

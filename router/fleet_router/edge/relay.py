@@ -20,12 +20,12 @@ from fleet_router.api.body import Parsed, Prompt
 from fleet_router.api.dialects import OPENAI
 from fleet_router.api.paths import CHAT, COMPLETIONS
 from fleet_router.api.sse import UsageFilter
+from fleet_router.desk import Lease, Leg
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
 from fleet_router.http.client import Handle, Pool, collect, fetch
 from fleet_router.http.server import Exchange
 from fleet_router.identifiers import random_hex
-from fleet_router.lease import Lease, Leg
 from fleet_router.metrics import Counters
 from fleet_router.table import WorkerView
 
@@ -227,11 +227,11 @@ class _LegSink:
 
 
 class Attempt:
-    """See the module. `run` gives the outcome; by then every leg is ended and every count given back."""
+    """See the module. `start` tells the outcome once; by then every leg is ended and every count given back."""
 
     def __init__(self, pool: Pool, aborter: Aborter, exchange: Exchange, lease: Lease, timing: Timing) -> None:
         self.streamed = False
-        self.dialect = OPENAI  # of the request's path, see `run`
+        self.dialect = OPENAI  # of the request's path, see `start`
         self.events = 0  # of the stream, as far as it was passed on
         self.made: int | None = None  # tokens of the answer, as its end told them
         self._pool = pool
@@ -240,7 +240,7 @@ class Attempt:
         self._lease = lease
         self._timing = timing
         self._loop = pool.loop
-        self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        self._then: Callable[[Outcome], None] | None = None
         self._over = False
         self._serving = _LegSink(self, lease.serving, True)
         self._sinks = [self._serving] if lease.prefill is None else [_LegSink(self, lease.prefill, False), self._serving]
@@ -264,23 +264,19 @@ class Attempt:
     def is_foreign_pair(self) -> bool:
         return self._lease.prefill is not None and self._serving.engine.kind != names.ENGINE_OURS
 
-    async def run(self, parsed: Parsed, prompt: Prompt) -> Outcome:
-        """Sends the legs and waits for the end. Cancelled: ends the legs first, or leaves them to end when they may."""
+    def start(self, parsed: Parsed, prompt: Prompt, then: Callable[[Outcome], None]) -> None:
+        """Sends the legs. `then` hears the outcome, maybe before this returns. Raises ApiError, and tells no outcome, for what cannot be sent."""
         exchange = self._exchange
         self.dialect = parsed.dialect
-        if exchange.gone:
-            self._lease.release()
-            return Outcome(gone=True)
-        exchange.on_gone, exchange.on_pause, exchange.on_resume = self._client_gone, self._pause, self._resume
+        exchange.on_gone, exchange.on_pause, exchange.on_resume = self.client_gone, self._pause, self._resume
+        self._set_timer(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
+        self._then = then
         try:
-            self._set_timer(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
             self._send(parsed, prompt)
-            return await self._outcome
-        finally:
-            exchange.on_gone = exchange.on_pause = exchange.on_resume = None
-            if not self._over:
-                self._client_gone()
-            self._lease.release()
+        except BaseException:
+            self._then = None
+            self._finish(Outcome(gone=True))
+            raise
 
     # -- from the legs
 
@@ -356,7 +352,8 @@ class Attempt:
 
     # -- from the client
 
-    def _client_gone(self) -> None:
+    def client_gone(self) -> None:
+        """Nobody waits for an answer: ends the legs, or leaves them to end when they may."""
         plan = self._hand_over
         if plan is None or not plan.patient or self.streamed or self._over or self._left is not None or not any(s.open for s in self._sinks):
             self._finish(Outcome(gone=True, streamed=self.streamed))
@@ -509,13 +506,20 @@ class Attempt:
         if outcome.failure is not None and outcome.failure.error.code == CODE_STALE_WORKER:
             for leg in self._lease.legs():  # either may say so of the other
                 self._lease.desk.suspect(leg.worker, outcome.failure.error.message)
-        if not self._outcome.done():
-            self._outcome.set_result(outcome)
         complete = outcome.answer is not None or (outcome.streamed and not outcome.gone and not self._serving.open)
         self._end_legs(abort=not complete)
         if self._hand_over is not None and (freer := self._freer()) is not None and (parts := self._hand_over.release(freer)) is not None:
             self._aborter.send(freer, parts)
         self._lease.release()
+        self._tell(outcome)
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Once: whoever waits hears it."""
+        exchange, then = self._exchange, self._then
+        if then is not None:
+            self._then = None
+            exchange.on_gone = exchange.on_pause = exchange.on_resume = None
+            then(outcome)
 
     def _freer(self) -> WorkerView | None:
         """Who can free what the prefill holds for a serving leg that failed: its worker when that has answered, else another like it."""

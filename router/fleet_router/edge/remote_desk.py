@@ -21,8 +21,8 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_router import errors, revisions
+from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
-from fleet_router.lease import Lease, Leg, Want
 from fleet_router.link import Answer, Channel, keep_connected
 from fleet_router.messages import (
     Acquire,
@@ -74,6 +74,15 @@ class _Holding:
     started: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Asked(Turn):
+    """A choice that the brain was asked for."""
+
+    number: int
+    want: Want
+    deadline: float  # loop time
+
+
 class RemoteDesk:
     """See the module."""
 
@@ -107,7 +116,7 @@ class RemoteDesk:
         self._busy: dict[WorkerView, int] = {}  # legs of this edge
         self._shunned: dict[WorkerView, float] = {}  # until
         self._held: dict[int, _Holding] = {}
-        self._asked: dict[int, tuple[Want, asyncio.Future[Lease | NoWorker | None]]] = {}  # None: the brain is gone
+        self._asked: dict[int, _Asked] = {}
         self._waits: dict[int, tuple[ServiceKey, asyncio.Future[None]]] = {}
         self._is_here = asyncio.Event()  # the table of a brain that knows all
         self._timer: asyncio.TimerHandle | None = None
@@ -173,31 +182,30 @@ class RemoteDesk:
         """By the copy of the table."""
         return revisions.choose_revision(service.facts.traffic, service.ready_units(exclude), self._draw)
 
-    async def acquire(self, want: Want, timeout_s: float) -> Lease | None:
+    def begin(self, want: Want, timeout_s: float) -> Lease | Turn | None:
         """The brain chooses, without one the safe rule. See `Desk`."""
-        deadline = self._loop.time() + timeout_s
-        while True:
-            if self._channel is None:
-                return self._choose_safely(want)
-            number = self._mint()
-            future: asyncio.Future[Lease | NoWorker | None] = self._loop.create_future()
-            self._asked[number] = (want, future)
-            self._channel.send(Acquire(number, self._want_facts(want), max(0.001, deadline - self._loop.time())))
-            try:
-                answer = await future
-            except asyncio.CancelledError:
-                if future.done() and not future.cancelled() and future.exception() is None and isinstance(lease := future.result(), Lease):
-                    lease.release()
-                else:
-                    self._send(Over(number))
-                raise
-            finally:
-                del self._asked[number]
-            if isinstance(answer, Lease):
-                return answer
-            if answer is not None and answer.version >= self._version:
-                return None
-            # the brain is gone, or the table has changed since it said no
+        if self._channel is None:
+            return self._choose_safely(want)
+        asked = _Asked(self._loop.create_future(), 0, want, self._loop.time() + timeout_s)
+        self._ask(asked)
+        return asked
+
+    def leave(self, turn: Turn) -> None:
+        """See `Desk`."""
+        assert isinstance(turn, _Asked)
+        future = turn.lease
+        if self._asked.pop(turn.number, None) is not None:
+            future.cancel()
+            self._send(Over(turn.number))
+        elif not future.cancelled() and future.exception() is None and (lease := future.result()) is not None:
+            lease.release()
+
+    def _ask(self, asked: _Asked) -> None:
+        """Under a new number; again after the brain's answer was overtaken by a change of the table."""
+        assert self._channel is not None
+        asked.number = self._mint()
+        self._asked[asked.number] = asked
+        self._channel.send(Acquire(asked.number, self._want_facts(asked.want), max(0.001, asked.deadline - self._loop.time())))
 
     async def explain(self, want: Want) -> dict[str, Any] | None:
         """The brain's words. Raises ApiError when it is away."""
@@ -287,9 +295,9 @@ class RemoteDesk:
             if not self._closing:
                 self.counters.add("brain_lost_total")
                 log.error("the deciding process is gone: workers are chosen by the safe rule until it is back")
-        for _, future in self._asked.values():
-            if not future.done():
-                future.set_result(None)
+        asked, self._asked = list(self._asked.values()), {}
+        for turn in asked:
+            turn.lease.set_result(self._choose_safely(turn.want))
 
     def _take(self, channel: Channel, message: Message) -> None:
         """Everything but questions and answers."""
@@ -315,18 +323,19 @@ class RemoteDesk:
 
     def _take_answer(self, message: Granted | NoWorker | Refused) -> None:
         """Of a brain to an Acquire or a Wait; whoever asked may have left."""
-        want, asked = self._asked.get(message.number, (None, None))
-        _, waits = self._waits.get(message.number, (None, None))
-        future: asyncio.Future[Any] | None = asked or waits
-        if future is None or future.done():
-            return
-        if isinstance(message, Refused):
-            future.set_exception(message.error())
-        elif isinstance(message, NoWorker):
-            future.set_result(message)
-        else:
-            assert want is not None
-            future.set_result(self._lease(message, want))
+        asked = self._asked.pop(message.number, None)
+        if asked is None:
+            _, waiter = self._waits.get(message.number, (None, None))
+            if waiter is not None and not waiter.done() and isinstance(message, Refused):
+                waiter.set_exception(message.error())
+        elif isinstance(message, Granted):
+            asked.lease.set_result(self._lease(message, asked.want))
+        elif isinstance(message, Refused):
+            asked.lease.set_exception(message.error())
+        elif message.version >= self._version:
+            asked.lease.set_result(None)
+        else:  # the table has changed since the brain said no
+            self._ask(asked)
 
     def _take_table(self, news: TableNews) -> None:
         if self._version < 0:

@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from fleet_router import errors
-from fleet_router.edge.relay import Attempt
+from typing import Protocol
 
 
-class RunningOne:
-    """One request: its attempt while it has one, else whoever waits for a worker."""
+class One(Protocol):
+    """One request."""
 
-    def __init__(self, task: asyncio.Task[object]) -> None:
-        self.task = task
-        self.attempt: Attempt | None = None
-        self.is_aborted = False
+    def abort(self) -> bool:
+        """Ends it with an error that its client hears; workers are told. False: it is ending already."""
 
 
 class Running:
     """Several requests may have the same id: clients choose it."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, list[RunningOne]] = {}
+        self._by_id: dict[str, list[One]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_id.values()))
 
-    @contextmanager
-    def request(self, request_id: str) -> Iterator[RunningOne]:
-        """Around all attempts of a request. Raises ApiError in place of the cancellation by `abort`."""
-        task = asyncio.current_task()
-        assert task is not None
-        one = RunningOne(task)
-        self._by_id.setdefault(request_id, []).append(one)
-        try:
-            yield one
-        except asyncio.CancelledError:
-            if not one.is_aborted:
-                raise
-            one.task.uncancel()
-            raise errors.aborted() from None
-        finally:
-            mine = self._by_id[request_id]
-            mine.remove(one)
-            if not mine:
-                del self._by_id[request_id]
+    def add(self, request_id: str, one: One) -> None:
+        """It begins."""
+        same = self._by_id.get(request_id)
+        if same is None:
+            self._by_id[request_id] = [one]
+        else:
+            same.append(one)
+
+    def remove(self, request_id: str, one: One) -> None:
+        """It is over."""
+        same = self._by_id[request_id]
+        if len(same) == 1:
+            del self._by_id[request_id]
+        else:
+            same.remove(one)
 
     def abort(self, request_id: str) -> int:
-        """Ends all requests of this id with an error; how many. Workers are told."""
-        found = [one for one in self._by_id.get(request_id, ()) if not one.is_aborted]
-        for one in found:
-            one.is_aborted = True
-            if one.attempt is not None:
-                one.attempt.abort(errors.aborted())
-            else:
-                one.task.cancel()
-        return len(found)
+        """Ends all requests of this id; how many."""
+        return sum([one.abort() for one in list(self._by_id.get(request_id, ()))])

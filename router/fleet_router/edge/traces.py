@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_contract.otlp import open_provider
-from fleet_router.lease import Lease
+from fleet_router.desk import Lease
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ import msgspec
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
 from fleet_router.api.body import Parsed, Prompt
+from fleet_router.desk import Lease, Leg
 from fleet_router.http.client import request_parts
-from fleet_router.lease import Lease, Leg
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
 

@@ -16,9 +16,9 @@ from fleet_contract.errors import ApiError
 from fleet_contract.wire import decode_ids
 from fleet_router.api.body import Parsed
 from fleet_router.api.paths import CHAT, COMPLETIONS, MAX_CHOICES
+from fleet_router.desk import Leg
 from fleet_router.engines.base import Sending, asks_usage
 from fleet_router.engines.splice import splice
-from fleet_router.lease import Leg
 from fleet_text.files import TOKENIZER_FILES
 
 DEFAULT_CAPACITY_TOKENS: Final = 100_000  # of an engine that does not tell

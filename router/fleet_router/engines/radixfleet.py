@@ -8,9 +8,9 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.wire import RoutedHeaders
 from fleet_contract.worker import AbortRequest, PrefillAnswer, WorkerRecord
+from fleet_router.desk import Leg
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, post
 from fleet_router.engines.rooms import ROOMS
-from fleet_router.lease import Leg
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
 

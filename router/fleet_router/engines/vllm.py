@@ -15,11 +15,11 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import Ports, WorkerRecord
 from fleet_router.api.dialects import OPENAI
 from fleet_router.api.sse import event_json
+from fleet_router.desk import Leg
 from fleet_router.engines import openai_worker
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, key_headers, post
 from fleet_router.engines.openai_worker import count
 from fleet_router.engines.prometheus import labels_of, total
-from fleet_router.lease import Leg
 from fleet_router.table import WorkerView
 from fleet_router.target import MOONCAKE, Target
 

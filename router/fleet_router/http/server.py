@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import httptools
 
@@ -36,7 +36,7 @@ CHUNK_FRAMING: Final = 16  # bytes that a chunk's size and line ends may take
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 
-Handler = Callable[[Request, "Exchange"], Coroutine[Any, Any, None]]
+Handler = Callable[[Request, "Exchange"], None]  # answers now or later, raises nothing
 
 
 @dataclass(eq=False)
@@ -162,7 +162,6 @@ class DataProtocol(asyncio.Protocol):
         self.write_paused = False
         self.exchange: Exchange | None = None
         self._waiting: deque[Request] = deque()
-        self._task: asyncio.Task[None] | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._fires_at = 0.0  # loop time of `_timer`
@@ -258,8 +257,6 @@ class DataProtocol(asyncio.Protocol):
             exchange.ended = True
             if exchange.on_gone is not None:
                 exchange.on_gone()
-            elif self._task is not None:
-                self._task.cancel()
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -438,22 +435,7 @@ class DataProtocol(asyncio.Protocol):
         if request.refused is not None:
             exchange.fail(request.refused)
             return
-        self._task = self.loop.create_task(self._run(request, exchange))
-
-    async def _run(self, request: Request, exchange: Exchange) -> None:
-        try:
-            await self.state.handler(request, exchange)
-        except ApiError as e:
-            if not exchange.started:
-                exchange.fail(e)
-            else:
-                exchange.cut()
-        except Exception:  # the request border: logged and answered
-            log.exception("request failed", extra={"request_id": request.request_id})
-            if exchange.started:
-                exchange.cut()
-            else:
-                exchange.fail(ApiError(500, "the router failed on this request; its log has the cause", type=contract_errors.SERVER, code="internal"))
+        self.state.handler(request, exchange)
 
     def _last_keeps_alive(self) -> bool:
         """False when the last whole request said it is the last: what follows it is no request."""

@@ -1,0 +1,100 @@
+"""`python -m fleet_router.compile`: builds the modules of `compiled` with mypyc and a C compiler, once for each state of their sources.
+
+Exit code 0: it is there. 1: the compiler refused. 3: no mypyc or no C compiler; the router then runs interpreted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fleet_contract.names import ENV_COMPILED
+from fleet_router import compiled
+
+_SETUP: Final = """
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+setup(name="radixfleet-compiled", packages=[], ext_modules=mypycify(sys.argv[3:], opt_level="0", debug_level="0", group_name="fleet_router"),
+      script_args=["-q", "build_ext", "--build-lib", sys.argv[1], "--build-temp", sys.argv[2]])
+"""
+
+
+def build(to: Path | None = None) -> Path:
+    """Compiles. Raises subprocess.CalledProcessError with the compiler's words.
+
+    Args:
+        to: folder of builds; the user's cache unless given.
+    Returns:
+        The build's folder.
+    """
+    place = to if to is not None else compiled.places()[-1]
+    place.mkdir(parents=True, exist_ok=True)
+    target = place / compiled.key()
+    if target.is_dir():
+        return target
+    with tempfile.TemporaryDirectory(dir=place, prefix=".building-") as name:
+        work = Path(name)
+        sources = work / "sources"
+        for module in compiled.MODULES:
+            _copy_package(module, sources)
+        paths = [str(Path(*m.split(".")).with_suffix(".py")) for m in compiled.MODULES]
+        argv = [sys.executable, "-c", _SETUP, str(work / "lib"), str(work / "temp"), "--config-file", str(work / "mypy.ini"), *paths]
+        (work / "mypy.ini").write_text("[mypy]\npython_version = 3.11\nignore_missing_imports = True\nfollow_imports = silent\n")
+        env = {**os.environ, "MYPYPATH": "", "CFLAGS": "-w", "PYTHONPATH": "", ENV_COMPILED: "0"}
+        subprocess.run(argv, cwd=sources, env=env, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        flat = work / "flat"
+        flat.mkdir()
+        for file in (work / "lib").rglob("*.so"):
+            shutil.move(file, flat / ".".join(file.relative_to(work / "lib").parts))
+        with contextlib.suppress(OSError):  # somebody else was faster
+            flat.rename(target)
+    return target
+
+
+def _copy_package(module: str, sources: Path) -> None:
+    """Beside one another, as mypyc wants its files, with all that they import of ours."""
+    package = module.partition(".")[0]
+    for name in (package, "fleet_contract", "fleet_text"):
+        if not (sources / name).exists():
+            folder = compiled.source_of(f"{name}.x").parent
+            shutil.copytree(folder, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the command."""
+    parser = argparse.ArgumentParser(prog="python -m fleet_router.compile", description="Compiles the router's data path.")
+    parser.add_argument("--to", type=Path, metavar="DIR", help=f"folder of builds (default: {compiled.places()[-1]})")
+    args: Any = parser.parse_args(argv)
+    if compiled.find_build() is not None and args.to is None:
+        print(f"already there: {compiled.find_build()}")
+        return 0
+    try:
+        import mypyc  # noqa: F401
+    except ImportError:
+        print("mypyc is not installed (pip install 'radixfleet[compile]'): the router runs interpreted", file=sys.stderr)
+        return 3
+    if shutil.which(os.environ.get("CC", "cc")) is None and shutil.which("gcc") is None:
+        print("there is no C compiler (Debian: apt-get install gcc): the router runs interpreted", file=sys.stderr)
+        return 3
+    began = time.monotonic()
+    try:
+        folder = build(args.to)
+    except subprocess.CalledProcessError as e:
+        print(f"{e.stdout[-3000:]}\nthe router's modules could not be compiled", file=sys.stderr)
+        return 1
+    print(f"compiled {len(compiled.MODULES)} modules in {time.monotonic() - began:.0f} s: {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
