@@ -27,7 +27,7 @@ MODULES: Final = (
     "fleet_router.decide.fleet", "fleet_router.decide.history", "fleet_router.decide.index", "fleet_router.decide.keys",
     "fleet_router.decide.load", "fleet_router.decide.queue", "fleet_router.decide.retry", "fleet_router.decide.rule",
     "fleet_router.desk",
-    "fleet_router.edge.access", "fleet_router.edge.callers", "fleet_router.edge.relay", "fleet_router.edge.running", "fleet_router.edge.service",
+    "fleet_router.edge.access", "fleet_router.edge.callers", "fleet_router.edge.handling", "fleet_router.edge.relay", "fleet_router.edge.running", "fleet_router.edge.service",
     "fleet_router.engines.base", "fleet_router.engines.openai_worker", "fleet_router.engines.radixfleet",
     "fleet_router.errors", "fleet_router.identifiers",
     "fleet_router.http.client", "fleet_router.http.head", "fleet_router.http.request", "fleet_router.http.server",

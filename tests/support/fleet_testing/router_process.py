@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import psutil
 
+from fleet_contract.names import ENV_COMPILED
+
 LIMIT_S = 40.0
 
 
@@ -139,7 +141,7 @@ def held_port() -> Iterator[int]:
 def spawn(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A process in a session of its own; its output goes to the log."""
     with log.open("ab") as out:
-        return subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env={**os.environ, ENV_COMPILED: "1"})
 
 
 async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
