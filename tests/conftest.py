@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import os
 
-os.environ["RADIXFLEET_COMPILED"] = "0"  # before any of them is imported
+os.environ.setdefault("RADIXFLEET_COMPILED", "0")  # before any of them is imported

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from fleet_contract.cache_folder import cache_folder
-from fleet_contract.names import BUNDLED_MODELS_DIR, NATIVE_LIBRARY_DIR
+from fleet_contract.names import BUNDLED_MODELS_DIR, COMPILED_DIR, NATIVE_LIBRARY_DIR
 
 IMAGE: Final = "localhost/radixfleet/local:dev"
 PAUSE_IMAGE: Final = "localhost/radixfleet/pause:dev"
@@ -42,8 +42,8 @@ class Bind:
     target: str
 
 
-def host_view(folders: Iterable[str], *, models: Path, native: Path) -> list[Bind]:
-    """The binds of every container: each folder at its own path, none twice, none below another; the models; the native executor's libraries.
+def host_view(folders: Iterable[str], own: Mapping[str, Path]) -> list[Bind]:
+    """The binds of every container: each folder at its own path, none twice, none below another; then our own, by their path in a container.
 
     Pure but for link resolution.
 
@@ -51,10 +51,7 @@ def host_view(folders: Iterable[str], *, models: Path, native: Path) -> list[Bin
     """
     wanted = sorted({os.path.abspath(f) for f in folders})
     outer = [f for f in wanted if not any(f != o and Path(f).is_relative_to(o) for o in wanted)]
-    return [Bind(os.path.realpath(f), f) for f in outer] + [
-        Bind(os.path.realpath(models), BUNDLED_MODELS_DIR),
-        Bind(os.path.realpath(native), NATIVE_LIBRARY_DIR),
-    ]
+    return [Bind(os.path.realpath(f), f) for f in outer] + [Bind(os.path.realpath(folder), path) for path, folder in own.items()]
 
 
 def this_host() -> list[Bind]:
@@ -70,11 +67,14 @@ def this_host() -> list[Bind]:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
             folders.append(str(Path(spec.origin).parent.parent))
-    models = Path(os.environ.get("RADIXFLEET_MODELS") or cache_folder() / "models")
-    native = cache_folder() / "native"
-    for folder in (models, native):
+    own = {
+        BUNDLED_MODELS_DIR: Path(os.environ.get("RADIXFLEET_MODELS") or cache_folder() / "models"),
+        NATIVE_LIBRARY_DIR: cache_folder() / "native",
+        COMPILED_DIR: cache_folder() / "compiled",
+    }
+    for folder in own.values():
         folder.mkdir(parents=True, exist_ok=True)
-    return host_view(folders, models=models, native=native)
+    return host_view(folders, own)
 
 
 def closed_to_others(binds: Iterable[Bind]) -> list[str]:

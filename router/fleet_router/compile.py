@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from typing import Any, Final
 from fleet_contract.names import ENV_COMPILED
 from fleet_router import compiled
 
+KEPT_BUILDS: Final = 8
 _SETUP: Final = """
 import sys
 from mypyc.build import mypycify
@@ -58,6 +61,8 @@ def build(to: Path | None = None) -> Path:
             shutil.move(file, flat / ".".join(file.relative_to(work / "lib").parts))
         with contextlib.suppress(OSError):  # somebody else was faster
             flat.rename(target)
+    target.chmod(0o755)  # pods read it as another user
+    _prune(place)
     return target
 
 
@@ -70,6 +75,25 @@ def _copy_package(module: str, sources: Path) -> None:
             shutil.copytree(folder, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
+def what_is_lacking() -> str | None:
+    """Why nothing can be built here, and how to mend it."""
+    if importlib.util.find_spec("mypyc") is None or importlib.util.find_spec("setuptools") is None:
+        return "mypyc is not installed (pip install 'radixfleet[compile]')"
+    compiler = os.environ.get("CC", "").split(" ")[0] or sysconfig.get_config_var("CC").split(" ")[0]
+    if shutil.which(compiler) is None:
+        return f"there is no C compiler {compiler!r} (Debian: apt-get install gcc)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"{sysconfig.get_path('include')}/Python.h is not there (Debian: apt-get install python3-dev)"
+    return None
+
+
+def _prune(place: Path) -> None:
+    """The newest builds stay: checkouts of several states may share the folder."""
+    builds = sorted((p for p in place.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.stat().st_mtime)
+    for old in builds[:-KEPT_BUILDS]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command."""
     parser = argparse.ArgumentParser(prog="python -m fleet_router.compile", description="Compiles the router's data path.")
@@ -78,13 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if compiled.find_build() is not None and args.to is None:
         print(f"already there: {compiled.find_build()}")
         return 0
-    try:
-        import mypyc  # noqa: F401
-    except ImportError:
-        print("mypyc is not installed (pip install 'radixfleet[compile]'): the router runs interpreted", file=sys.stderr)
-        return 3
-    if shutil.which(os.environ.get("CC", "cc")) is None and shutil.which("gcc") is None:
-        print("there is no C compiler (Debian: apt-get install gcc): the router runs interpreted", file=sys.stderr)
+    if (lacking := what_is_lacking()) is not None:
+        print(f"{lacking}: the router runs interpreted", file=sys.stderr)
         return 3
     began = time.monotonic()
     try:

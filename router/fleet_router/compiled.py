@@ -22,18 +22,47 @@ from fleet_contract.names import COMPILED_DIR, ENV_COMPILED
 
 GROUP: Final = "fleet_router__mypyc"  # the library that holds the code of all modules
 MODULES: Final = (
-    "fleet_router.api.body", "fleet_router.api.dialects", "fleet_router.api.paths", "fleet_router.api.sse",
-    "fleet_router.brain.brain", "fleet_router.brain.worker",
-    "fleet_router.decide.fleet", "fleet_router.decide.history", "fleet_router.decide.index", "fleet_router.decide.keys",
-    "fleet_router.decide.load", "fleet_router.decide.queue", "fleet_router.decide.retry", "fleet_router.decide.rule",
+    "fleet_contract.prefix",
+    "fleet_contract.wire",
+    "fleet_router.api.body",
+    "fleet_router.api.dialects",
+    "fleet_router.api.paths",
+    "fleet_router.api.sse",
+    "fleet_router.brain.brain",
+    "fleet_router.brain.desk_server",
+    "fleet_router.brain.worker",
+    "fleet_router.decide.fleet",
+    "fleet_router.decide.history",
+    "fleet_router.decide.index",
+    "fleet_router.decide.keys",
+    "fleet_router.decide.load",
+    "fleet_router.decide.queue",
+    "fleet_router.decide.retry",
+    "fleet_router.decide.rule",
     "fleet_router.desk",
-    "fleet_router.edge.access", "fleet_router.edge.callers", "fleet_router.edge.handling", "fleet_router.edge.relay", "fleet_router.edge.running", "fleet_router.edge.service",
-    "fleet_router.engines.base", "fleet_router.engines.openai_worker", "fleet_router.engines.radixfleet",
-    "fleet_router.errors", "fleet_router.identifiers",
-    "fleet_router.http.client", "fleet_router.http.head", "fleet_router.http.request", "fleet_router.http.server",
-    "fleet_router.revisions", "fleet_router.table",
-)  # fmt: skip
-_SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
+    "fleet_router.edge.access",
+    "fleet_router.edge.callers",
+    "fleet_router.edge.handling",
+    "fleet_router.edge.relay",
+    "fleet_router.edge.remote_desk",
+    "fleet_router.edge.running",
+    "fleet_router.edge.service",
+    "fleet_router.engines.base",
+    "fleet_router.engines.openai_worker",
+    "fleet_router.engines.radixfleet",
+    "fleet_router.errors",
+    "fleet_router.http.client",
+    "fleet_router.http.head",
+    "fleet_router.http.request",
+    "fleet_router.http.server",
+    "fleet_router.identifiers",
+    "fleet_router.link",
+    "fleet_router.revisions",
+    "fleet_router.table",
+    "fleet_text.chains",
+    "fleet_text.words",
+)
+SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
 def source_of(module: str) -> Path:
@@ -47,7 +76,7 @@ def source_of(module: str) -> Path:
 @cache
 def key() -> str:
     """Names what a build is made of: sources, interpreter, compiler's version is left out (old code is right code)."""
-    digest = hashlib.sha256(_SUFFIX.encode())
+    digest = hashlib.sha256(SUFFIX.encode())
     for module in MODULES:
         digest.update(module.encode() + b"\0" + source_of(module).read_bytes())
     return digest.hexdigest()[:16]
@@ -62,7 +91,7 @@ def find_build() -> Path | None:
     """The folder of the build of these sources; None when there is none."""
     for place in places():
         folder = place / key()
-        if (folder / f"{GROUP}{_SUFFIX}").is_file():
+        if (folder / f"{GROUP}{SUFFIX}").is_file():
             return folder
     return None
 
@@ -77,7 +106,7 @@ class _Finder:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if name not in self.names:
             return None
-        file = str(self.folder / f"{name}{_SUFFIX}")
+        file = str(self.folder / f"{name}{SUFFIX}")
         return importlib.util.spec_from_file_location(name, file, loader=importlib.machinery.ExtensionFileLoader(name, file))
 
 

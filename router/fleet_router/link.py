@@ -286,17 +286,21 @@ class LinkClient:
             return await self.ask("ready", timeout_s=1.0)
         except ApiError:
             for index in range(self._edges):
-                try:
-                    channel = await connect(edge_link_name(self._name, index), lambda: Channel(lambda c, m: None, lambda c: None, no_answers))
-                except OSError:
-                    continue
-                try:
-                    return await channel.ask("ready", timeout_s=0.3)
-                except (TimeoutError, ConnectionError):
-                    continue
-                finally:
-                    channel.close()
+                if (reply := await self._ask_edge(index)) is not None:
+                    return reply
             raise
+
+    async def _ask_edge(self, index: int) -> Reply | None:
+        try:
+            channel = await connect(edge_link_name(self._name, index), lambda: Channel(lambda c, m: None, lambda c: None, no_answers))
+        except OSError:
+            return None
+        try:
+            return await channel.ask("ready", timeout_s=0.3)
+        except (TimeoutError, ConnectionError):
+            return None
+        finally:
+            channel.close()
 
     def _made(self, channel: Channel) -> None:
         self._channel = channel

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from fleet_router import compiled
 from fleet_router.brain import reports
 from fleet_router.brain.answers import Answers
 from fleet_router.brain.brain import Brain
@@ -91,7 +92,7 @@ async def serve(handover: Handover) -> int:
     await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd), handover.peer_socket())
     gc.collect()
     gc.freeze()
-    log.info("edge serves", extra={"router_id": handover.settings.router_id})
+    log.info("edge serves", extra={"router_id": handover.settings.router_id, "compiled": compiled.is_used()})
     await stop.wait()
     await edge.drain()
     await edge.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet_contract.names import BUNDLED_MODELS_DIR, NATIVE_LIBRARY_DIR
 from fleet_local.hostview import IMAGE, Bind, Image, base_spec, closed_to_others, host_view, pause_image, skeleton_image, this_host
 
 
@@ -18,14 +19,16 @@ def targets(binds: list[Bind]) -> list[str]:
 
 
 def test_a_folder_inside_another_is_not_bound_twice(tmp_path: Path) -> None:
-    binds = host_view(["/usr", "/usr/local", "/srv/app", "/srv/app2", "/srv/app", "/srv/app/.venv/"], models=tmp_path, native=tmp_path)
+    folders = ["/usr", "/usr/local", "/srv/app", "/srv/app2", "/srv/app", "/srv/app/.venv/"]
+    binds = host_view(folders, {BUNDLED_MODELS_DIR: tmp_path, NATIVE_LIBRARY_DIR: tmp_path})
     assert targets(binds) == ["/srv/app", "/srv/app2", "/usr", "/opt/radixfleet/models", "/opt/radixfleet/native"]
 
 
 def test_a_link_is_bound_under_its_own_name_to_what_it_means(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    assert host_view([str(tmp_path / "link")], models=tmp_path, native=tmp_path)[0] == Bind(str(tmp_path / "real"), str(tmp_path / "link"))
+    binds = host_view([str(tmp_path / "link")], {BUNDLED_MODELS_DIR: tmp_path})
+    assert binds[0] == Bind(str(tmp_path / "real"), str(tmp_path / "link"))
 
 
 def test_the_interpreter_and_the_packages_of_this_checkout_are_in_view() -> None:

@@ -18,6 +18,7 @@ import uvloop
 
 from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
+from fleet_router import compiled
 from fleet_router.api.dialects import dialect_of
 from fleet_router.desk import Desk
 from fleet_router.edge.access import HANDSHAKE_TIMEOUT_S, Access
@@ -167,7 +168,7 @@ async def serve(handover: Handover) -> int:
     await edge.start(socket.socket(fileno=handover.listen_fd), handover.link_name, listen(edge_link_name(handover.link_name, handover.index)))
     gc.collect()
     gc.freeze()
-    log.info("edge serves", extra={"router_id": handover.settings.router_id, "edge": handover.index})
+    log.info("edge serves", extra={"router_id": handover.settings.router_id, "edge": handover.index, "compiled": compiled.is_used()})
     await stop.wait()
     await edge.drain()
     await edge.close()

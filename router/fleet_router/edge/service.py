@@ -28,7 +28,7 @@ from fleet_router.edge.traces import Traces
 from fleet_router.http.client import Pool
 from fleet_router.http.head import Head
 from fleet_router.http.request import Request
-from fleet_router.http.server import Exchange
+from fleet_router.http.server import Exchange, HeaderLines
 from fleet_router.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class DataService:
         over = asyncio.Event()
         began = time.perf_counter()
         handling = Handling(
-            self.dispatcher, parse_body(COMPLETIONS, body), exchange, Caller(), "default",  # type: ignore[arg-type]
+            self.dispatcher, parse_body(COMPLETIONS, body), exchange, Caller(), "default",
             revision=revision, limit_s=PROBE_LIMIT_S, on_end=over.set,
         )  # fmt: skip
         handling.start()
@@ -204,20 +204,14 @@ def _vet(head: Head) -> None:
         raise ApiError(415, text, code="unsupported_encoding")
 
 
-class ProbeExchange:
-    """Where a probe's answer goes: looks like an Exchange whose client never leaves."""
+class ProbeExchange(Exchange):
+    """Where a probe's answer goes: its client never leaves."""
 
     def __init__(self) -> None:
-        self.request = Request(Head("POST", COMPLETIONS.path, [], "1.1", True), True, f"probe-{time.monotonic_ns():x}")
-        self.started = self.ended = self.gone = self.paused = False
-        self.status = 0
+        super().__init__(Request(Head("POST", COMPLETIONS.path, [], "1.1", True), True, f"probe-{time.monotonic_ns():x}"))
         self.error = ""
-        self.head_lines = b""
-        self.on_gone: object = None
-        self.on_pause: object = None
-        self.on_resume: object = None
 
-    def respond(self, status: int, body: bytes, content_type: bytes = b"", extra: object = ()) -> None:
+    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: HeaderLines = ()) -> None:
         self.status = status
         if status != 200:
             self.error = ApiError.from_body(status, body).message

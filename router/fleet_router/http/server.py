@@ -36,6 +36,7 @@ CHUNK_FRAMING: Final = 16  # bytes that a chunk's size and line ends may take
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 
+HeaderLines = tuple[tuple[bytes, bytes], ...]
 Handler = Callable[[Request, "Exchange"], None]  # answers now or later, raises nothing
 
 
@@ -62,21 +63,60 @@ class ServerState:
 
 
 class Exchange:
-    """The answer to one request. All writes are dropped once the client is gone; `on_gone` tells it at once."""
+    """Where the answer to one request goes. All writes are dropped once the client is gone; `on_gone` tells it at once."""
 
-    __slots__ = ("_chunked", "_protocol", "ended", "head_lines", "on_gone", "on_pause", "on_resume", "request", "started", "status")
-
-    def __init__(self, protocol: DataProtocol, request: Request) -> None:
-        self._protocol = protocol
+    def __init__(self, request: Request) -> None:
         self.request = request
         self.started = False
         self.ended = False
         self.status = 0
-        self._chunked = False
         self.head_lines = b""  # of this answer, beside those that all have
         self.on_gone: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Nobody reads what is written."""
+        return False
+
+    @property
+    def paused(self) -> bool:
+        """The client does not read as fast as is written."""
+        return False
+
+    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: HeaderLines = ()) -> None:
+        """A whole answer."""
+        raise NotImplementedError
+
+    def fail(self, error: ApiError) -> None:
+        """An answer that is an error."""
+        raise NotImplementedError
+
+    def start_stream(self, content_type: bytes) -> None:
+        """Head of a stream."""
+        raise NotImplementedError
+
+    def write(self, data: bytes) -> None:
+        """Bytes of a stream, unchanged."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """The stream is complete."""
+        raise NotImplementedError
+
+    def cut(self) -> None:
+        """The stream is not complete."""
+        raise NotImplementedError
+
+
+class HttpExchange(Exchange):
+    """On a connection: chunked, or until the connection ends for HTTP/1.0."""
+
+    def __init__(self, protocol: DataProtocol, request: Request) -> None:
+        super().__init__(request)
+        self._protocol = protocol
+        self._chunked = False
 
     @property
     def gone(self) -> bool:
@@ -86,8 +126,7 @@ class Exchange:
     def paused(self) -> bool:
         return self._protocol.write_paused
 
-    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """A whole answer."""
+    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: HeaderLines = ()) -> None:
         if self.ended:
             return
         assert not self.started
@@ -98,8 +137,7 @@ class Exchange:
         self._protocol.answer_done(self)
 
     def fail(self, error: ApiError) -> None:
-        """An answer that is an error."""
-        extra: tuple[tuple[bytes, bytes], ...] = ()
+        extra: HeaderLines = ()
         if error.retry_after_s is not None:
             extra = ((b"Retry-After", str(error.retry_after_s).encode()),)
         if error.status == 401:
@@ -107,7 +145,6 @@ class Exchange:
         self.respond(error.status, self._protocol.state.write_error(self.request.path, error, self.request.request_id), extra=extra)
 
     def start_stream(self, content_type: bytes) -> None:
-        """Head of a stream: chunked, or until the connection ends for HTTP/1.0."""
         assert not self.started
         self.started = True
         self.status = 200
@@ -118,14 +155,12 @@ class Exchange:
         self._protocol.write(self._head(200, content_type, ((b"Cache-Control", b"no-cache"),), framing))
 
     def write(self, data: bytes) -> None:
-        """Bytes of a stream, unchanged."""
         if self._chunked:
             self._protocol.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             self._protocol.write(data)
 
     def finish(self) -> None:
-        """The stream is complete."""
         if self.ended:
             return
         self.ended = True
@@ -134,14 +169,13 @@ class Exchange:
         self._protocol.answer_done(self)
 
     def cut(self) -> None:
-        """The stream is not complete: the connection ends without the mark of an end."""
         if self.ended:
             return
         self.ended = True
         self.request.keep_alive = False
         self._protocol.answer_done(self)
 
-    def _head(self, status: int, content_type: bytes, extra: tuple[tuple[bytes, bytes], ...], framing: bytes) -> bytes:
+    def _head(self, status: int, content_type: bytes, extra: HeaderLines, framing: bytes) -> bytes:
         request = self.request
         keep = request.keep_alive = request.keep_alive and not self._protocol.state.draining
         begin = answer_begin(status, content_type)
@@ -160,7 +194,7 @@ class DataProtocol(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self.write_paused = False
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self._waiting: deque[Request] = deque()
         self._parser = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
@@ -349,7 +383,7 @@ class DataProtocol(asyncio.Protocol):
             self._flushed = self._written - self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
 
-    def answer_done(self, exchange: Exchange) -> None:
+    def answer_done(self, exchange: HttpExchange) -> None:
         """The exchange is complete: next request, or the end of the connection."""
         if self.exchange is exchange:
             self.exchange = None
@@ -431,7 +465,7 @@ class DataProtocol(asyncio.Protocol):
         self._start(request)
 
     def _start(self, request: Request) -> None:
-        exchange = self.exchange = Exchange(self, request)
+        exchange = self.exchange = HttpExchange(self, request)
         if request.refused is not None:
             exchange.fail(request.refused)
             return
