@@ -89,9 +89,6 @@ class Desk(Protocol):
     def blame(self, worker: WorkerView) -> None:
         """A fault of the worker itself."""
 
-    def praise(self, worker: WorkerView) -> None:
-        """It answered well."""
-
     def suspect(self, worker: WorkerView, why: str) -> None:
         """A request found it unreachable: it is asked again before it gets another."""
 
@@ -101,16 +98,19 @@ class Desk(Protocol):
         """The prompt of a lease is computed."""
 
     def give_back(self, lease: Lease, leg: Leg) -> None:
-        """A leg is over."""
+        """A leg is over before the others."""
 
-    def forget(self, lease: Lease) -> None:
-        """All legs of a lease are over."""
+    def end(self, lease: Lease, left: list[Leg]) -> None:
+        """All is over, with the legs that were left. Called once, after what was learned."""
 
     def learn_cached(self, lease: Lease, actual: int) -> None:
         """What the worker that computed the prompt had cached, in tokens."""
 
     def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
         """The serving worker made so many tokens after its first in so long."""
+
+    def praise(self, lease: Lease) -> None:
+        """All its workers answered well."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,15 +139,16 @@ class Lease:
 
     def release(self) -> None:
         """Gives all counts back; again is nothing."""
-        for leg in self.legs():
-            self.release_leg(leg)
         if not self.over:
             self.over = True
-            self.desk.forget(self)
+            left = [leg for leg in self.legs() if not leg.released]
+            for leg in left:
+                leg.released = True
+            self.desk.end(self, left)
 
     def release_leg(self, leg: Leg) -> None:
-        """One worker has nothing more to do for this request."""
-        if not leg.released:
+        """One worker has nothing more to do for this request, the other still has."""
+        if not leg.released and not self.over:
             leg.released = True
             self.desk.give_back(self, leg)
 
@@ -162,3 +163,7 @@ class Lease:
     def answered(self, tokens: int, seconds: float) -> None:
         """The answer had so many tokens; from its first to its last byte it took so long, with a client that kept up."""
         self.desk.learn_step(self, tokens - 1, seconds)
+
+    def praise(self) -> None:
+        """Its workers answered well."""
+        self.desk.praise(self)

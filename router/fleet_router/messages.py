@@ -1,6 +1,6 @@
 """What the router's processes tell one another over the link. msgpack arrays, tagged by number; all processes are of one build.
 
-    edge → brain      EdgeHello, then Acquire … Over for each attempt, Wait … Over, Blame, Praise, Suspect, Report, Draining
+    edge → brain      EdgeHello, then Acquire … Over for each attempt, Wait … Over, Blame, Suspect, Report, Draining
     brain → edge      Welcome, then TableNews, Pulse; for each Acquire one of Granted, NoWorker, Refused
     control → brain   Ask, News; brain → control Reply
     both ways         Ask, Reply (the brain asks an edge to probe or explain, an edge asks the brain for an explanation)
@@ -185,24 +185,13 @@ class LegOver(Struct, tag=13, array_like=True):
 
 
 class Over(Struct, tag=14, array_like=True):
-    """`Lease.release`, or nobody waits any more."""
+    """`Lease.release` with what was learned before it, or nobody waits any more."""
 
     number: int
-
-
-class Cached(Struct, tag=15, array_like=True):
-    """`Lease.cached`."""
-
-    number: int
-    tokens: int
-
-
-class Step(Struct, tag=16, array_like=True):
-    """`Lease.answered`."""
-
-    number: int
-    steps: int
-    seconds: float
+    well: bool = False  # `Lease.praise`
+    cached: int | None = None  # tokens, `Lease.cached`
+    steps: int = 0  # in so many seconds, `Lease.answered`
+    seconds: float = 0.0
 
 
 class Wait(Struct, tag=17, array_like=True):
@@ -214,12 +203,6 @@ class Wait(Struct, tag=17, array_like=True):
 
 class Blame(Struct, tag=18, array_like=True):
     """`Desk.blame`."""
-
-    worker: int
-
-
-class Praise(Struct, tag=19, array_like=True):
-    """`Desk.praise`."""
 
     worker: int
 
@@ -243,7 +226,7 @@ class Draining(Struct, tag=22, array_like=True):
 
 
 ToBrain = (
-    Ask | Reply | News | EdgeHello | Acquire | FirstToken | LegOver | Over | Cached | Step | Wait | Blame | Praise | Suspect | Report | Draining
+    Ask | Reply | News | EdgeHello | Acquire | FirstToken | LegOver | Over | Wait | Blame | Suspect | Report | Draining
 )  # fmt: skip
 ToOthers = Ask | Reply | Welcome | TableNews | Pulse | Granted | NoWorker | Refused
 Message = ToBrain | ToOthers

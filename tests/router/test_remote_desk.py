@@ -168,8 +168,10 @@ def apply(world: World, op: tuple[Any, ...]) -> None:
         world.waits.append(loop.create_task(world.desk.wait_change(world.desk.table.services[KEY], 60.0)))
     elif kind == "stop waiting" and world.waits:
         world.waits[op[1] % len(world.waits)].cancel()
-    elif kind == "blame" and views:
-        (world.desk.blame if op[2] else world.desk.praise)(views[op[1] % len(views)][1])
+    elif kind == "blame" and views and op[2]:
+        world.desk.blame(views[op[1] % len(views)][1])
+    elif kind == "blame" and (leases := world.leases()):
+        leases[op[1] % len(leases)].praise()
     elif kind == "health" and world.endpoints:
         changed = world.endpoints[op[1] % len(world.endpoints)]
         changed.healthy = not changed.healthy

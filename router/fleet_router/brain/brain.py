@@ -247,9 +247,18 @@ class Brain:
 
     def give_back(self, lease: Lease, leg: Leg) -> None:
         """A leg is over."""
+        self.deciding.release(self._taken[lease.number], 1 if leg is lease.serving and lease.prefill is not None else 0)
+        self._leave_worker(leg)
+
+    def end(self, lease: Lease, left: list[Leg]) -> None:
+        """All legs of a lease are over."""
+        self.deciding.release(self._taken.pop(lease.number))
+        for leg in left:
+            self._leave_worker(leg)
+
+    def _leave_worker(self, leg: Leg) -> None:
         worker = leg.worker
         assert isinstance(worker, Worker)
-        self.deciding.release(self._taken[lease.number], 1 if leg is lease.serving and lease.prefill is not None else 0)
         if worker.breaker.state == "half-open":
             worker.breaker.undecided()
             self._set_pools()
@@ -277,10 +286,6 @@ class Brain:
         """Such a request has left its worker."""
         worker.load.release(pick)
         self._one_less(worker)
-
-    def forget(self, lease: Lease) -> None:
-        """All legs of a lease are over."""
-        self.deciding.release(self._taken.pop(lease.number))
 
     def learn_cached(self, lease: Lease, actual: int) -> None:
         """Compares the index with what a worker had cached."""
@@ -311,9 +316,14 @@ class Brain:
             self._set_pools()
             asyncio.get_running_loop().call_later(pause_s + 0.001, self._set_pools)
 
-    def praise(self, worker: WorkerView) -> None:
-        """It answered well."""
-        assert isinstance(worker, Worker)
+    def praise(self, lease: Lease) -> None:
+        """Its workers answered well."""
+        for leg in lease.legs():
+            worker = leg.worker
+            assert isinstance(worker, Worker)
+            self._praise(worker)
+
+    def _praise(self, worker: Worker) -> None:
         if worker.faults:
             worker.faults = 0
             worker.load.set_penalty(0.0)

@@ -28,7 +28,6 @@ from fleet_router.messages import (
     Acquire,
     Ask,
     Blame,
-    Cached,
     Draining,
     EdgeHello,
     FirstToken,
@@ -40,11 +39,9 @@ from fleet_router.messages import (
     News,
     NoWorker,
     Over,
-    Praise,
     Pulse,
     Refused,
     Report,
-    Step,
     Suspect,
     TableNews,
     Wait,
@@ -121,8 +118,8 @@ class DeskServer:
         self._sent: dict[int, WorkerFacts] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[_Session, Any], None]] = {
-            Acquire: self._acquire, FirstToken: self._first_token, LegOver: self._leg_over, Over: self._over, Cached: self._cached,
-            Step: self._step, Wait: self._wait, Blame: self._blame, Praise: self._praise, Suspect: self._suspect, Report: self._report,
+            Acquire: self._acquire, FirstToken: self._first_token, LegOver: self._leg_over, Over: self._over,
+            Wait: self._wait, Blame: self._blame, Suspect: self._suspect, Report: self._report,
             Draining: self._drain,
         }  # fmt: skip
         brain.watchers.append(self)
@@ -357,6 +354,12 @@ class DeskServer:
         """Whatever has this number is over; a number that nothing has is no error."""
         number = message.number
         if (lease := session.leases.pop(number, None)) is not None:
+            if message.cached is not None:
+                lease.cached(message.cached)
+            if message.steps:
+                self._brain.learn_step(lease, message.steps, message.seconds)
+            if message.well:
+                lease.praise()
             lease.release()
         elif (turn := session.turns.pop(number, None)) is not None:
             self._brain.leave(turn)
@@ -366,14 +369,6 @@ class DeskServer:
             for leg in adopted.legs:
                 if leg is not None:
                     self._leave(leg)
-
-    def _cached(self, session: _Session, message: Cached) -> None:
-        if (lease := session.leases.get(message.number)) is not None:
-            lease.cached(message.tokens)
-
-    def _step(self, session: _Session, message: Step) -> None:
-        if (lease := session.leases.get(message.number)) is not None:
-            self._brain.learn_step(lease, message.steps, message.seconds)
 
     def _wait(self, session: _Session, message: Wait, *, bounded: bool = True) -> None:
         try:
@@ -386,10 +381,6 @@ class DeskServer:
     def _blame(self, session: _Session, message: Blame) -> None:
         if (worker := self._workers.get(message.worker)) is not None:
             self._brain.blame(worker)
-
-    def _praise(self, session: _Session, message: Praise) -> None:
-        if (worker := self._workers.get(message.worker)) is not None:
-            self._brain.praise(worker)
 
     def _suspect(self, session: _Session, message: Suspect) -> None:
         if (worker := self._workers.get(message.worker)) is not None:

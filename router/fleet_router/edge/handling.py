@@ -321,8 +321,6 @@ class Handling:
         elif outcome.failure is not None:
             self._failed(outcome.failure, lease)
         else:
-            for leg in lease.legs():
-                desk.praise(leg.worker)
             if outcome.answer is not None:
                 self._exchange.respond(outcome.answer.status, outcome.answer.body, outcome.answer.content_type)
             desk.counters.observe_first_byte((attempt.first_byte_at or self._loop.time()) - self._began)

@@ -510,6 +510,8 @@ class Attempt:
         self._end_legs(abort=not complete)
         if self._hand_over is not None and (freer := self._freer()) is not None and (parts := self._hand_over.release(freer)) is not None:
             self._aborter.send(freer, parts)
+        if outcome.failure is None and not outcome.gone:
+            self._lease.praise()
         self._lease.release()
         self._tell(outcome)
 

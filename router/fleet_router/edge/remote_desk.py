@@ -27,7 +27,6 @@ from fleet_router.link import Answer, Channel, keep_connected
 from fleet_router.messages import (
     Acquire,
     Blame,
-    Cached,
     Draining,
     EdgeHello,
     FirstToken,
@@ -38,11 +37,9 @@ from fleet_router.messages import (
     Message,
     NoWorker,
     Over,
-    Praise,
     Pulse,
     Refused,
     Report,
-    Step,
     Suspect,
     TableNews,
     Wait,
@@ -67,11 +64,15 @@ AWAY: Final = "the deciding process is away: workers are chosen by a simple rule
 
 @dataclass(slots=True, eq=False)
 class _Holding:
-    """A lease that is not over."""
+    """A lease that is not over, and what was learned by it: the brain hears that at its end."""
 
     lease: Lease
     want: Want
     started: bool = False
+    well: bool = False
+    cached: int | None = None
+    steps: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -241,10 +242,8 @@ class RemoteDesk:
     # -- Desk: what is known of workers
 
     def blame(self, worker: WorkerView) -> None:
-        self._tell(worker, Blame)
-
-    def praise(self, worker: WorkerView) -> None:
-        self._tell(worker, Praise)
+        if self._channel is not None and (number := self._numbers.get(worker)) is not None:
+            self._channel.send(Blame(number))
 
     def suspect(self, worker: WorkerView, why: str) -> None:
         if self._channel is not None and (number := self._numbers.get(worker)) is not None:
@@ -260,20 +259,31 @@ class RemoteDesk:
             self._send(FirstToken(lease.number))
 
     def give_back(self, lease: Lease, leg: Leg) -> None:
+        self._leave_worker(leg)
+        self._send(LegOver(lease.number, 1 if leg is lease.serving and lease.prefill is not None else 0))
+
+    def end(self, lease: Lease, left: list[Leg]) -> None:
+        for leg in left:
+            self._leave_worker(leg)
+        h = self._held.pop(lease.number)
+        self._send(Over(lease.number, h.well, h.cached, h.steps, h.seconds))
+
+    def learn_cached(self, lease: Lease, actual: int) -> None:
+        if (holding := self._held.get(lease.number)) is not None:
+            holding.cached = actual
+
+    def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
+        if (holding := self._held.get(lease.number)) is not None:
+            holding.steps, holding.seconds = steps, seconds
+
+    def praise(self, lease: Lease) -> None:
+        if (holding := self._held.get(lease.number)) is not None:
+            holding.well = True
+
+    def _leave_worker(self, leg: Leg) -> None:
         self._busy[leg.worker] -= 1
         if not self._busy[leg.worker]:
             del self._busy[leg.worker]
-        self._send(LegOver(lease.number, 1 if leg is lease.serving and lease.prefill is not None else 0))
-
-    def forget(self, lease: Lease) -> None:
-        del self._held[lease.number]
-        self._send(Over(lease.number))
-
-    def learn_cached(self, lease: Lease, actual: int) -> None:
-        self._send(Cached(lease.number, actual))
-
-    def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
-        self._send(Step(lease.number, steps, seconds))
 
     # -- from the brain
 
@@ -391,10 +401,6 @@ class RemoteDesk:
         """About what `EdgeHello` or an Acquire has told of. Without a connection the next EdgeHello tells the outcome."""
         if self._connected is not None:
             self._connected.send(message)
-
-    def _tell(self, worker: WorkerView, kind: type[Blame] | type[Praise]) -> None:
-        if self._channel is not None and (number := self._numbers.get(worker)) is not None:
-            self._channel.send(kind(number))
 
     def _want_facts(self, want: Want) -> WantFacts:
         exclude = [number for w in want.exclude if (number := self._numbers.get(w)) is not None]
