@@ -308,7 +308,7 @@ async def test_a_stale_incarnation_is_read_again_and_the_request_served(make_wor
     await fleet.idle()
 
 
-@pytest.mark.parametrize("code", ["worker_restarting", "loading"])
+@pytest.mark.parametrize("code", ["worker_restarting", "loading", "draining"])
 async def test_a_request_waits_for_its_only_worker_to_restart(code: str, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     """The worker never took it: it waits as any request without a ready worker does, no longer."""
     prefill, decode = await make_worker("prefill"), await make_worker("decode")

@@ -82,6 +82,7 @@ class DataService:
         self.aborter = Aborter(pool, desk.counters)
         self.running = Running()
         self.retries = RetryBudget(settings.workers)
+        self.asked_at = float("-inf")  # loop time of the last request for workers that came in a drain
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
         """One request, from its last byte to the end of its answer."""
@@ -158,6 +159,7 @@ class DataService:
     async def _ask_workers(self, path: Path, caller: Caller, request: Request, exchange: Exchange) -> None:
         if self.desk.draining:
             request.keep_alive = False
+            self.asked_at = self._loop.time()
         klass = caller.class_of(request.header(HEADER_CLASS))
         now = self._loop.time()
         caller.count_request(now)
