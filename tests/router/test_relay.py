@@ -329,6 +329,23 @@ async def test_a_request_waits_for_its_only_worker_to_restart(code: str, make_wo
     await fleet.idle()
 
 
+async def test_what_an_attempt_took_is_not_taken_off_the_wait_for_a_worker(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """Red with a wait that ends so long after the request came: it had waited 0 s and was refused."""
+    worker = await make_worker()
+    fleet = await make_fleet(worker, queue_timeout=2.0, poll_interval=30.0)
+    go = asyncio.Event()
+    worker.ready = False
+    worker.scripts.append(Script(status=503, body=error_body("draining", "it goes"), wait=go))
+    request = asyncio.create_task(fleet.chat())
+    await until(lambda: bool(worker.legs), "the worker has it")
+    await asyncio.sleep(2.2)
+    go.set()
+    await until(lambda: sum(fleet.brain.waiting.values()) == 1, "the request waits")
+    worker.ready = True
+    assert (await request).status_code == 200
+    await fleet.idle()
+
+
 async def test_an_unreachable_worker_is_left_and_the_others_serve(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     dead, alive = await make_worker(), await make_worker()
     fleet = await make_fleet(dead, alive, poll_interval=5.0)

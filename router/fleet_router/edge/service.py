@@ -56,7 +56,8 @@ class Trail:
     """What happened to one request so far."""
 
     deadline: float  # loop time: the first token is due
-    wait_until: float  # loop time: it may wait for a worker until then
+    may_wait_s: float  # for a ready worker, all its waits together; what attempts took does not count
+    waited_s: float = 0.0
     attempts: int = 0
     undelivered: int = 0
     excluded: set[WorkerView] | None = None
@@ -188,7 +189,7 @@ class DataService:
 
     def _trail(self, limit_s: float = 1e9) -> Trail:
         now = self._loop.time()
-        return Trail(now + min(limit_s, self.settings.first_token_timeout), now + min(limit_s, self.settings.queue_timeout))
+        return Trail(now + min(limit_s, self.settings.first_token_timeout), min(limit_s, self.settings.queue_timeout))
 
     async def serve(self, parsed: Parsed, exchange: Exchange, trail: Trail) -> None:
         """Attempts until the client has an answer. Raises ApiError for what could not be served."""
@@ -240,7 +241,6 @@ class DataService:
     async def _lease(self, parsed: Parsed, exchange: Exchange, trail: Trail, prompts: dict[str, Prompt]) -> tuple[Lease, Prompt]:
         """Waits for a service with ready workers, reads the prompt for its revision, and picks."""
         loop = self._loop
-        began = loop.time()
         while True:
             service = self.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=trail.caller)
             trail.caller.check_model(parsed.model, service.facts.key, self.desk.table.names)
@@ -270,10 +270,12 @@ class DataService:
                     return lease, prompt
             if service.facts.is_off:
                 raise errors.scaled_to_zero(service.label)
-            left = trail.wait_until - loop.time()
+            began = loop.time()
+            left = min(trail.may_wait_s - trail.waited_s, trail.deadline - began)
             if left <= 0:
-                raise errors.no_ready_worker(service.label, loop.time() - began)
+                raise errors.no_ready_worker(service.label, trail.waited_s)
             await self.desk.wait_change(service, left)
+            trail.waited_s += loop.time() - began
 
     def find(self, model: str, *, ollama: bool = False, caller: Caller | None = None) -> Service[Any]:
         """The service of a name; of no name when there is only one service. Raises 404.
