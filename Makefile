@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cancels cases rules fuzz fuzz-router chaos-router soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
+.PHONY: cancels rolling cases rules fuzz fuzz-router chaos-router soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
   bench-choice bench-router router-profile bench-runtime format clean
 PYTHON := .venv/bin/python
 
@@ -52,6 +52,9 @@ scheduler-run: setup ## the long test: 100,000 random steps of the scheduler ove
 
 scheduler-profile: setup ## where the microseconds of a scheduler step go, at 32 rows
 	@.venv/bin/python -m fleet_runtime.scheduler.profile
+
+rolling: setup ## the long test: everything restarted three times on a real cluster at 50 requests/s, none may fail (ARGS='--rounds N --rate R'; root)
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.rolling $(ARGS)
 
 cancels: setup-python ## the long test: 1,000 random cancels of each prefill/decode protocol; then no KV may be pinned
 	@RADIXFLEET_TEST_CANCELS=1000 .venv/bin/pytest -q tests/router/test_other_pairs.py -k random_cancels

@@ -137,7 +137,7 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
     "life": (
         ("workers", _workers, "N", "processes that speak HTTP; more than 1: one more decides for all; auto: one per CPU"),
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
-        ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until load balancers know"),
+        ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until no request has come for so long (load balancers know)"),
         ("poll_interval", _seconds, "SECONDS", "between two health checks of a worker"),
         ("relist_interval", _seconds, "SECONDS", "between two full lists from the API server"),
     ),

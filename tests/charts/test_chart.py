@@ -104,7 +104,7 @@ def test_ports_and_flags_are_those_of_the_contract(tmp_path: Path) -> None:
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
     assert ports == {"data": names.ROUTER_DATA_PORT, "control": names.ROUTER_CONTROL_PORT, "peers": names.ROUTER_PEER_PORT}
     ports_of_it = ["--data-port", str(names.ROUTER_DATA_PORT), "--control-port", str(names.ROUTER_CONTROL_PORT)]
-    assert router["args"] == ["--kubernetes", *ports_of_it, "--workers", "1"]
+    assert router["args"] == ["--kubernetes", *ports_of_it, "--drain-timeout", "280", "--workers", "1"]
     (router,) = objects(tmp_path, "--set", "router.workers=auto")["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]["containers"]
     assert router["args"][-1] == "auto"
     (operator,) = found["Deployment", "radixfleet-operator"]["spec"]["template"]["spec"]["containers"]
@@ -112,6 +112,15 @@ def test_ports_and_flags_are_those_of_the_contract(tmp_path: Path) -> None:
     assert operator["ports"] == [{"name": "health", "containerPort": names.OPERATOR_HEALTH_PORT}]
     service = found["Service", names.ROUTER_SERVICE_NAME]["spec"]
     assert service["ports"][0] | {"port": names.ROUTER_SERVICE_PORT, "targetPort": "data"} == service["ports"][0]
+
+
+@needs_helm
+@pytest.mark.parametrize(("grace_s", "drain_s"), [(300, "280"), (60, "40"), (5, "1")])
+def test_a_router_ends_its_drain_before_the_kubelet_ends_it(grace_s: int, drain_s: str, tmp_path: Path) -> None:
+    found = objects(tmp_path, "--set", f"router.terminationGracePeriodSeconds={grace_s}")
+    spec = found["Deployment", "radixfleet-router"]["spec"]["template"]["spec"]
+    args = spec["containers"][0]["args"]
+    assert (spec["terminationGracePeriodSeconds"], args[args.index("--drain-timeout") + 1]) == (grace_s, drain_s)
 
 
 @needs_helm

@@ -94,5 +94,5 @@ async def test_a_request_costs_no_task(make_worker: MakeWorker, make_fleet: Make
     monkeypatch.setattr(loop, "create_task", count)
     for n in range(20):
         assert (await fleet.chat(f"hello {n}", stream=bool(n % 2))).status_code == 200
-    ours = [name for name in made if any(name.startswith(c) for c in ("Handling", "DataService", "DataProtocol", "Attempt", "Pool", "Brain"))]
+    ours = [name for name in made if any(name.startswith(c) for c in ("Handling", "DataService", "DataProtocol", "Attempt", "Brain", "RemoteDesk"))]
     assert not ours and len(worker.legs) == 22

@@ -308,7 +308,7 @@ async def test_a_stale_incarnation_is_read_again_and_the_request_served(make_wor
     await fleet.idle()
 
 
-@pytest.mark.parametrize("code", ["worker_restarting", "loading"])
+@pytest.mark.parametrize("code", ["worker_restarting", "loading", "draining"])
 async def test_a_request_waits_for_its_only_worker_to_restart(code: str, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     """The worker never took it: it waits as any request without a ready worker does, no longer."""
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
@@ -326,6 +326,23 @@ async def test_a_request_waits_for_its_only_worker_to_restart(code: str, make_wo
     prefill.scripts.append(Script(status=503, body=error_body(code, "http was killed")))
     answer = await fleet.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_ready_worker")
+    await fleet.idle()
+
+
+async def test_what_an_attempt_took_is_not_taken_off_the_wait_for_a_worker(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """Red with a wait that ends so long after the request came: it had waited 0 s and was refused."""
+    worker = await make_worker()
+    fleet = await make_fleet(worker, queue_timeout=2.0, poll_interval=30.0)
+    go = asyncio.Event()
+    worker.ready = False
+    worker.scripts.append(Script(status=503, body=error_body("draining", "it goes"), wait=go))
+    request = asyncio.create_task(fleet.chat())
+    await until(lambda: bool(worker.legs), "the worker has it")
+    await asyncio.sleep(2.2)
+    go.set()
+    await until(lambda: sum(fleet.brain.waiting.values()) == 1, "the request waits")
+    worker.ready = True
+    assert (await request).status_code == 200
     await fleet.idle()
 
 

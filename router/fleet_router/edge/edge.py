@@ -46,6 +46,8 @@ MAX_REQUEST_ID: Final = 128
 RESERVED_FILES: Final = 128  # for what is no client's: logs, link, questions to workers, idle connections, refusals
 FILES_PER_REQUEST: Final = 3  # the client's connection and two legs
 TABLE_WAIT_S: Final = 5.0
+DELAYS_UNTIL_QUIET: Final = 10  # drain delays after which a load balancer that still sends is not waited for
+DELAYS_IDLE: Final = 3  # drain delays that an idle connection is kept: with 3 s longer than clients usually keep one (httpx: 5 s)
 
 
 def make_request_id(given: bytes | None) -> str:
@@ -99,19 +101,20 @@ class Edge:
         )
 
     async def drain(self) -> None:
-        """Not ready, after the delay no new connections, then the running requests, at most for the drain timeout."""
+        """Not ready; when no request has come for the delay, no new connections; then what runs and what idle clients still send, at most
+        for the drain timeout."""
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.drain_delay + self.settings.drain_timeout
         self.desk.draining = True
         log.info("draining", extra={"connections": self.connections()})
-        if self.settings.drain_delay:
-            await asyncio.sleep(self.settings.drain_delay)
+        await self._until_quiet(min(deadline, loop.time() + DELAYS_UNTIL_QUIET * self.settings.drain_delay))
+        self.server_state.last_request_s = DELAYS_IDLE * self.settings.drain_delay
         self.server_state.draining = True
         if self._server is not None and self._listener is not None:
             self._listener.shutdown(socket.SHUT_RDWR)  # the supervisor may hold the socket too: this ends listening for both
             self._server.close()
         for connection in list(self.server_state.connections):
             connection.begin_drain()
-        deadline = loop.time() + self.settings.drain_timeout
         while self.server_state.connections and loop.time() < deadline:
             await asyncio.sleep(0.02)
         for connection in list(self.server_state.connections):
@@ -119,6 +122,13 @@ class Edge:
                 connection.transport.abort()
         await asyncio.sleep(0)
         await self.service.aborter.settle()
+
+    async def _until_quiet(self, deadline: float) -> None:
+        """Until load balancers know: no request has come for the drain delay. Each answer meanwhile ends its connection."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while (left := min(max(began, self.service.asked_at) + self.settings.drain_delay, deadline) - loop.time()) > 0:
+            await asyncio.sleep(left)
 
     async def close(self) -> None:
         await self.access.close()

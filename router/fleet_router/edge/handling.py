@@ -130,9 +130,9 @@ class Handling:
         self._span = span
         self._on_end = on_end
         self._began = now
-        self._seeks_since = now  # a worker
         self._deadline = now + min(limit_s, dispatcher.settings.first_token_timeout)  # the first token is due
-        self._wait_until = now + min(limit_s, dispatcher.settings.queue_timeout)  # it may wait for a worker until then
+        self._may_wait_s = min(limit_s, dispatcher.settings.queue_timeout)  # for a ready worker, all its waits together, without attempts
+        self._waited_s = 0.0
         self._attempts = 0
         self._undelivered = 0
         self._excluded: set[WorkerView] | None = None
@@ -241,10 +241,15 @@ class Handling:
         """Raises ApiError when there is nothing to wait for, or no time."""
         if service.facts.is_off:
             raise errors.scaled_to_zero(service.label)
-        left = self._wait_until - self._loop.time()
+        left = min(self._may_wait_s - self._waited_s, self._deadline - self._loop.time())
         if left <= 0:
-            raise errors.no_ready_worker(service.label, self._loop.time() - self._seeks_since)
-        self._wait(self._desk.wait_change(service, left))
+            raise errors.no_ready_worker(service.label, self._waited_s)
+        self._wait(self._change(service, left))
+
+    async def _change(self, service: Service[Any], left_s: float) -> None:
+        began = self._loop.time()
+        await self._desk.wait_change(service, left_s)
+        self._waited_s += self._loop.time() - began
 
     async def _read(self, prompt: LongPrompt, model_revision: str) -> None:
         self._prompts[model_revision] = await asyncio.to_thread(prompt)
@@ -335,7 +340,6 @@ class Handling:
         self._desk.counters.add("retries_total", reason="undelivered" if failure.undelivered else "failed")
         facts = {"request_id": self._request_id, "worker": failure.worker.name, "reason": failure.error.message}
         log.info("attempt failed, trying again", extra=facts)
-        self._seeks_since = self._loop.time()
         self._go()
 
     def _may_retry(self, failure: Failure, lease: Lease) -> bool:

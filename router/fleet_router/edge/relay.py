@@ -43,7 +43,7 @@ SETTLE_S: Final = 2.0
 TRANSFER_S: Final = 10.0  # of a hand-over, from the prefill's answer to the first token; longer for a long prompt:
 TRANSFER_FACTOR: Final = 3.0
 CODE_TRANSFER_FAILED: Final = "transfer_failed"
-NOT_TAKEN: Final = ("worker_unreachable", CODE_STALE_WORKER, "worker_restarting", "loading")  # the worker never had the request
+NOT_TAKEN: Final = ("worker_unreachable", CODE_STALE_WORKER, "worker_restarting", "loading", "draining")  # the worker never had the request
 
 
 @dataclass(frozen=True, slots=True)

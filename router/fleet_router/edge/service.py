@@ -54,6 +54,7 @@ class DataService:
         self.dispatcher = Dispatcher(settings, desk, encoders, pool)
         self.aborter = self.dispatcher.aborter
         self.running = self.dispatcher.running
+        self.asked_at = float("-inf")  # loop time of the last request for workers that came in a drain
 
     def handle(self, request: Request, exchange: Exchange) -> None:
         """One request whose body is complete: answers it now, or begins to. Raises nothing."""
@@ -128,6 +129,7 @@ class DataService:
     def _ask_workers(self, path: Path, caller: Caller, request: Request, exchange: Exchange) -> None:
         if self.desk.draining:
             request.keep_alive = False
+            self.asked_at = self._loop.time()
         klass = caller.class_of(request.header(HEADER_CLASS))
         now = self._loop.time()
         caller.count_request(now)

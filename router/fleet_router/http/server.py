@@ -52,6 +52,7 @@ class ServerState:
     more_head: Callable[[Request], bytes] = lambda request: b""  # header lines of every answer
     connections: set[DataProtocol] = field(default_factory=set)
     draining: bool = False
+    last_request_s: float = 0.0  # while draining: how long an idle connection may still bring a request
     heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
 
     def know(self, raw: bytes, head: Head) -> None:
@@ -398,9 +399,9 @@ class DataProtocol(asyncio.Protocol):
             self._arm(self.state.limits.idle_timeout_s, self._idle_late)
 
     def begin_drain(self) -> None:
-        """No further request on this connection; an idle one ends now."""
+        """At most one further request on this connection."""
         if self.exchange is None and not self._waiting and not self._in_message:
-            self._close()
+            self._await_last()
 
     # -- inside
 
@@ -450,9 +451,11 @@ class DataProtocol(asyncio.Protocol):
                 self._close()
             elif self._in_message:
                 self._go_on()
+            elif self._then is not None:  # bytes that are no request yet stretch no limit
+                pass
             elif self.state.draining:
-                self._close()
-            elif self._then is None:  # bytes that are no request yet stretch no limit
+                self._await_last()
+            else:
                 self._arm(self.state.limits.idle_timeout_s, self._idle_late)
             return
         if not self._in_message:
@@ -463,6 +466,13 @@ class DataProtocol(asyncio.Protocol):
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
         self._start(request)
+
+    def _await_last(self) -> None:
+        """Nobody told this client that its connection ends: what it sends just now would be lost. The answer to it tells."""
+        if self.state.last_request_s:
+            self._arm(self.state.last_request_s, self._close)
+        else:
+            self._close()
 
     def _start(self, request: Request) -> None:
         exchange = self.exchange = HttpExchange(self, request)

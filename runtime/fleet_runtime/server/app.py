@@ -89,7 +89,7 @@ def _error_response(error: ApiError, facts_of_request: Mapping[str, Any]) -> Res
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413) or error.code == "draining":
+    if error.status in (408, 413) or error.code in ("draining", "drain_deadline"):
         headers["connection"] = "close"
     write = facts_of_request.get(ERROR_BODY, ApiError.body)
     return Response(write(error, facts_of_request["request_id"]), error.status, headers, JSON_TYPE)

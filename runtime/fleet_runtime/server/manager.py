@@ -200,7 +200,7 @@ class TokenizerManager:
         """The drain's time is over."""
         for state in list(self._states.values()):
             self.cancel(state, "the worker shuts down")
-        self.end_all(ApiError(503, "the worker shut down before the answer was complete", type=OVERLOADED, code="draining"))
+        self.end_all(ApiError(503, "the worker shut down before the answer was complete", type=OVERLOADED, code="drain_deadline"))
 
     def check_integrity(self) -> None:
         """No state without an owner: each is held by a handler or waits for a terminal message."""

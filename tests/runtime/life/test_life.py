@@ -238,7 +238,7 @@ def test_a_drain_that_takes_too_long_ends_its_streams_with_an_error(tmp_path: Pa
         running = Stream(runtime.wait_ready(), 3000).wait_started()
         assert runtime.stop() == 0
         assert not running.is_complete()
-        assert json.loads(running.text.rstrip().rpartition("data: ")[2])["error"]["code"] == "draining"
+        assert json.loads(running.text.rstrip().rpartition("data: ")[2])["error"]["code"] == "drain_deadline"
 
 
 def test_a_drain_keeps_the_deadline_of_the_pods_annotation(worker: Runtime) -> None:
@@ -246,7 +246,7 @@ def test_a_drain_keeps_the_deadline_of_the_pods_annotation(worker: Runtime) -> N
     worker.podinfo.write_text(f'a="b"\nradixfleet.io/draining="{deadline.isoformat()}"\n')
     running = Stream(worker, 3000).wait_started()
     assert worker.stop(timeout_s=15) == 0
-    assert not running.is_complete() and "draining" in running.text
+    assert not running.is_complete() and "drain_deadline" in running.text
 
 
 def test_a_second_signal_ends_at_once(worker: Runtime) -> None:

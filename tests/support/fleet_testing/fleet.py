@@ -24,7 +24,7 @@ class Kubectl(Protocol):
     def __call__(self, *args: str, input: str | None = None) -> str: ...
 
 
-def wait_for(probe: Callable[[], T | None], *, within_s: float, what: str) -> T:
+def wait_for(probe: Callable[[], T | None], *, within_s: float, what: str, every_s: float = 0.1) -> T:
     """Polls until the probe gives something true. Raises AssertionError that says what was waited for, and the last value."""
     deadline = time.monotonic() + within_s
     while True:
@@ -33,7 +33,7 @@ def wait_for(probe: Callable[[], T | None], *, within_s: float, what: str) -> T:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {within_s} s; last: {value!r}")
-        time.sleep(0.1)
+        time.sleep(every_s)
 
 
 def manifest(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
@@ -44,6 +44,11 @@ def manifest(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
         "metadata": {"name": name, "namespace": namespace},
         "spec": spec,
     }
+
+
+def is_ready(pod: Mapping[str, Any]) -> bool:
+    """By its condition."""
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
 
 
 RESOURCES = {"requests": {"cpu": "20m", "memory": "128Mi"}}
@@ -87,10 +92,7 @@ class Fleet:
         return [p for p in self.list("pods", namespace, selector) if "deletionTimestamp" not in p["metadata"]]
 
     def ready_pods(self, service: str, namespace: str, role: str | None = None) -> list[dict[str, Any]]:
-        def ready(pod: dict[str, Any]) -> bool:
-            return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
-
-        return [p for p in self.pods(service, namespace, role) if ready(p)]
+        return [p for p in self.pods(service, namespace, role) if is_ready(p)]
 
     def condition(self, name: str, namespace: str, kind: str) -> dict[str, Any]:
         """A condition of a service; empty when it is not there yet."""
@@ -126,6 +128,12 @@ class Fleet:
         """GET of a pod's port through the API server."""
         meta = pod["metadata"]
         return self.kubectl("get", "--raw", f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}:{port}/proxy{path}")
+
+    def post(self, pod: dict[str, Any], port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST of JSON to a pod's port through the API server."""
+        meta = pod["metadata"]
+        proxied = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}:{port}/proxy{path}"
+        return json.loads(self.kubectl("create", "--raw", proxied, "-f", "-", input=json.dumps(body)))  # type: ignore[no-any-return]
 
     def metrics(self, pod: dict[str, Any]) -> dict[str, float]:
         """A worker's metrics without labels, our prefix cut off."""

@@ -1,0 +1,31 @@
+"""Everything is restarted while requests come in, and none fails; two routers are peers and share what they know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fleet_local.api import ClusterClient
+from fleet_local.install import checkout, install_chart
+from fleet_testing.fleet import Fleet
+from fleet_testing.rolling import VALUES, roll
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def two_routers(fleet: Fleet, cluster: ClusterClient, chart_values: dict[str, str]) -> Iterator[Fleet]:
+    """The chart with `router.replicas` 2."""
+    install_chart(cluster, checkout(), {**chart_values, **VALUES})
+    yield fleet
+    install_chart(cluster, checkout(), chart_values)
+
+
+@pytest.mark.rule("R33")
+@pytest.mark.rule("R38")
+async def test_restarts_of_routers_workers_and_operator_under_50_requests_a_second_fail_none(two_routers: Fleet, namespace: str) -> None:
+    """Red with a drain that closes idle connections together with its port, and with routers that are ready before they are warm."""
+    report = await roll(two_routers, namespace)
+    assert report.is_clean, report.table()
+    assert report.load.sent > 500
