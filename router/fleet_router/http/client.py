@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -348,7 +349,10 @@ def _connect_error(address: tuple[str, int], e: OSError) -> ApiError:
     """A worker is not to blame when this process may open no more files."""
     if e.errno in (errno.EMFILE, errno.ENFILE):
         return errors.out_of_files()
-    return errors.worker_unreachable(f"{address[0]}:{address[1]}", "no connection within 3 s" if isinstance(e, TimeoutError) else str(e))
+    why = (
+        "no connection within 3 s" if isinstance(e, TimeoutError) else os.strerror(e.errno).lower() if e.errno is not None and e.errno > 0 else str(e)
+    )
+    return errors.worker_unreachable(f"{address[0]}:{address[1]}", why)
 
 
 class _Collect:
