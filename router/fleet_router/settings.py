@@ -63,6 +63,7 @@ class Settings(Struct, frozen=True):
     workers: int = 1
     peer_port: int = -1  # below 0: there are no other routers
     peers: tuple[str, ...] = ()
+    hang_timeout: float = 20.0
     announce: str = ""
     log_level: str = "info"
 
@@ -138,6 +139,7 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("workers", _workers, "N", "processes that speak HTTP; more than 1: one more decides for all; auto: one per CPU"),
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
         ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until load balancers know"),
+        ("hang_timeout", _delay, "SECONDS", "after which a process of the router that could run and does not react is replaced; 0: never"),
         ("poll_interval", _seconds, "SECONDS", "between two health checks of a worker"),
         ("relist_interval", _seconds, "SECONDS", "between two full lists from the API server"),
     ),

@@ -162,7 +162,7 @@ class RemoteEdge(Edge):
 
 async def serve(handover: Handover) -> int:
     """The life of one of several edges."""
-    stop = on_stop()
+    stop = on_stop(handover)
     edge = RemoteEdge(handover.settings, index=handover.index, max_files=raise_file_limit())
     await edge.start(socket.socket(fileno=handover.listen_fd), handover.link_name, listen(edge_link_name(handover.link_name, handover.index)))
     gc.collect()
