@@ -331,12 +331,22 @@ def test_killed_clients_and_workers_leave_nothing(tmp_path: Path) -> None:
     assert out.killed + out.stopped >= 2
 
 
+@pytest.mark.rule("R16")
+@pytest.mark.rule("R30")
+@pytest.mark.processes
+def test_killed_and_stopped_processes_of_the_router_leave_nothing(tmp_path: Path) -> None:
+    """The small form of `make chaos-router ARGS='--workers 2 --kill-router-every 5'`."""
+    out = asyncio.run(chaos_router.chaos(tmp_path, 8.0, 60, seed=5, kill_every_s=1.0, edges=2, kill_router_every_s=1.0))
+    assert out.misses(memory=False) == [], out.table()
+    assert sum(out.router_kills.values()) >= 2
+
+
 def test_the_table_of_the_chaos_sees_what_is_lost() -> None:
     good = chaos_router.Chaos(sent=10, ended=Counter({"200": 9, "left": 1}))
     assert good.misses(memory=True) == []
     good.left = {"inflight": 1.0}
     good.end_bytes = 1 << 30
     good.sent = 11
-    good.same_processes = False
+    good.restarts = 1
     assert len(good.misses(memory=True)) == 4 and len(good.misses(memory=False)) == 3
     assert chaos_router.Chaos(sent=10, ended=Counter({"503": 10})).misses(memory=False)

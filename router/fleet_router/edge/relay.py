@@ -258,6 +258,8 @@ class Attempt:
         self._last_at = 0.0
         self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
+        self._parsed: Parsed | None = None
+        self._prompt: Prompt | None = None
         self.rid = random_hex(16)
 
     @property
@@ -274,6 +276,7 @@ class Attempt:
         exchange.on_gone, exchange.on_pause, exchange.on_resume = self._client_gone, self._pause, self._resume
         try:
             self._set_timer(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
+            self._parsed, self._prompt = parsed, prompt
             self._send(parsed, prompt)
             return await self._outcome
         finally:
@@ -442,6 +445,11 @@ class Attempt:
                 return
             self._start(self._serving if leg is self._lease.serving else self._sinks[0], parts)
 
+    def _forget_request(self) -> None:
+        """It is not sent again: a long stream need not keep it."""
+        if self._parsed is not None and self._prompt is not None:
+            self._parsed.body, self._parsed.fields, self._prompt.ids = b"", {}, None
+
     def _start(self, sink: _LegSink, parts: Parts) -> None:
         sink.open = True
         sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
@@ -481,6 +489,7 @@ class Attempt:
             self.streamed = True
             self.first_byte_at = self._last_at
             self._lease.first_token()
+            self._forget_request()
             self._exchange.start_stream(self._serving.content_type)
             self._set_timer(self._timing.silence_s, self._check_silence)
         self._mid_event = mid_event

@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         if not self.answered:
-            self.answered = True
+            self.answered, self._retry = True, None
             raw = data[: data.find(b"\r\n\r\n") + 4]
             known = self.pool.heads.get(raw)
             if known is not None and len(data) == len(raw) + known.length:
