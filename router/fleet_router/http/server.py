@@ -25,8 +25,8 @@ from fleet_router.http.request import Limits, Request
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER: Final = 256 << 10
-LOW_WATER: Final = 64 << 10
+HIGH_WATER: Final = 16 << 10  # bytes that a client leaves unread before its worker is not read from either
+LOW_WATER: Final = 4 << 10
 MAX_PIPELINED: Final = 16
 MAX_WAITING_BYTES: Final = 1 << 20  # of pipelined bodies; more are read when their turn comes near
 REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; more are closed unheard
