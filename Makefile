@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cancels rolling cases rules fuzz fuzz-router chaos-router soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
+.PHONY: cancels rolling cases rules fuzz fuzz-router chaos-router promises soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
   bench-choice bench-router router-profile bench-runtime format clean
 PYTHON := .venv/bin/python
 
@@ -34,8 +34,11 @@ fuzz: setup ## the long fuzz: 10,000 bodies of our own and as many of schemathes
 fuzz-router: setup-python ## the long fuzz of the router: 10,000 connections with bytes that nobody should send (ARGS='--connections N --seed S')
 	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.fuzz_router $(ARGS)
 
-chaos-router: setup-python ## the long test: 10 minutes of killed clients and workers at 500 requests/s (ARGS='--seconds S --rate N')
+chaos-router: setup-python ## the long test: 10 minutes of killed clients and workers at 500 requests/s (ARGS='--workers 2 --kill-router-every 5': and of the router's own processes)
 	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.chaos_router $(ARGS)
+
+promises: setup-python ## design rules of the router at their full size: memory, endings and digests of 10,000 requests, a restart (ARGS='R8 R21')
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.promises $(ARGS)
 
 cases: setup ## one line for each fault from the field: which have a passing test
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report

@@ -113,7 +113,8 @@ def _workers(now: dict[str, Any], width: int) -> list[str]:
         for w in now["workers"]
     ]  # fmt: skip
     head = ("WORKER", "SERVICE", "ROLE", "STATE", ">IN FLIGHT", ">TO PREFILL", ">RUNNING", "KV IN USE", "KNOWN PREFIXES", ">PREFILL TOKENS/S")
-    return table(head, rows, width=width)
+    why = [f"{w['pod'] or w['address']} is {w['state']}: {w['reason']}" for w in now["workers"] if w["reason"] and w["state"] != "ready"]
+    return table(head, rows, width=width) + [line[:width] if width else line for line in why]
 
 
 def _bar(part: float, whole: float) -> str:

@@ -53,6 +53,7 @@ MODULES: Final = (
     "fleet_router.errors",
     "fleet_router.http.client",
     "fleet_router.http.head",
+    "fleet_router.http.held",
     "fleet_router.http.request",
     "fleet_router.http.server",
     "fleet_router.identifiers",

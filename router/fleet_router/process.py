@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import resource
 import signal
 import socket
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
+from fleet_router.hang import beat_for_ever
 from fleet_router.settings import Settings
+
+SHOW_STACKS: Final = signal.SIGUSR2  # a process that gets it writes to stderr where each of its threads is
 
 
 class Handover(Struct, frozen=True):
@@ -23,6 +28,7 @@ class Handover(Struct, frozen=True):
     link_fd: int = -1
     index: int = 0  # of an edge
     peer_fd: int = -1
+    beat_fd: int = -1
 
     def peer_socket(self) -> socket.socket | None:
         """The port for other routers; None without."""
@@ -41,8 +47,10 @@ def read_handover(argv: list[str]) -> Handover:
     return msgspec.json.decode(argv[1], type=Handover)
 
 
-def on_stop() -> asyncio.Event:
-    """Set by SIGTERM. A terminal's Ctrl-C is ignored: the supervisor says what happens."""
+def on_stop(handover: Handover) -> asyncio.Event:
+    """Set by SIGTERM. A terminal's Ctrl-C is ignored: the supervisor says what happens. From now on the loop shows that it goes round."""
+    faulthandler.register(SHOW_STACKS)
+    beat_for_ever(handover.beat_fd)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)

@@ -14,6 +14,7 @@ from msgspec import Struct
 from fleet_contract import names
 from fleet_contract.access import check_tls_files, parse_keys, parse_origins
 from fleet_contract.cpus import find_threads
+from fleet_contract.memory import memory_limit_bytes
 from fleet_contract.otlp import check_otlp_endpoint
 from fleet_router.target import BadTarget, Target, parse_target
 
@@ -40,6 +41,7 @@ class Settings(Struct, frozen=True):
     control_host: str = "0.0.0.0"
     control_port: int = names.ROUTER_CONTROL_PORT
     max_body_bytes: int = 64 << 20
+    max_held_bytes: int = 1 << 30  # of all edges together
     max_head_bytes: int = 32 << 10
     head_timeout: float = 15.0
     body_timeout: float = 30.0
@@ -63,6 +65,7 @@ class Settings(Struct, frozen=True):
     workers: int = 1
     peer_port: int = -1  # below 0: there are no other routers
     peers: tuple[str, ...] = ()
+    hang_timeout: float = 20.0
     announce: str = ""
     log_level: str = "info"
 
@@ -115,6 +118,7 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
     ),
     "limits": (
         ("max_body_bytes", _count(1024, 1 << 30), "BYTES", "largest request body"),
+        ("max_held_bytes", _count(0, 1 << 40), "BYTES", "request bodies held at once, by all --workers together; 0: a quarter of the memory"),
         ("max_head_bytes", _count(1024, 1 << 20), "BYTES", "longest request head"),
         ("head_timeout", _seconds, "SECONDS", "for a request's head"),
         ("body_timeout", _seconds, "SECONDS", "for a request's body"),
@@ -138,12 +142,14 @@ _FLAGS: Final[dict[str, tuple[tuple[str, Callable[[str], object], str, str], ...
         ("workers", _workers, "N", "processes that speak HTTP; more than 1: one more decides for all; auto: one per CPU"),
         ("drain_timeout", _seconds, "SECONDS", "for running requests after SIGTERM"),
         ("drain_delay", _delay, "SECONDS", "after SIGTERM not ready but accepting, until no request has come for so long (load balancers know)"),
+        ("hang_timeout", _delay, "SECONDS", "after which a process of the router that could run and does not react is replaced; 0: never"),
         ("poll_interval", _seconds, "SECONDS", "between two health checks of a worker"),
         ("relist_interval", _seconds, "SECONDS", "between two full lists from the API server"),
     ),
 }
 
 
+_FROM_MACHINE: Final = ("max_held_bytes",)  # 0, the default, is resolved in `parse`
 _POD_DEFAULTS: Final = {"drain_delay": POD_DRAIN_DELAY_S, "drain_timeout": POD_DRAIN_TIMEOUT_S}
 
 
@@ -187,6 +193,8 @@ def build_parser() -> argparse.ArgumentParser:
             default = getattr(d, name)
             shown = f"{default}, with --kubernetes {_POD_DEFAULTS[name]}" if name in _POD_DEFAULTS else default
             used = None if name in _POD_DEFAULTS else default
+            if name in _FROM_MACHINE:
+                used = shown = 0
             group.add_argument(
                 "--" + name.replace("_", "-"), type=read, default=used, metavar=unit, help=text if shown == "" else f"{text} (default {shown})"
             )
@@ -212,6 +220,16 @@ def _check_access(api_key_file: str, tls_cert_file: str, tls_key_file: str, cors
             parse_keys(Path(api_key_file).read_text())
         except (OSError, ValueError) as e:
             raise BadFlag(f"--api-key-file {api_key_file}: {e}") from e
+
+
+def _held_bytes(given: int, max_body_bytes: int, workers: int) -> int:
+    """Of all edges together. Raises BadFlag when that is less than one body for each."""
+    least = max_body_bytes * workers
+    if not given:
+        return max(least, (memory_limit_bytes() or 4 * Settings().max_held_bytes) // 4)
+    if given < least:
+        raise BadFlag(f"--max-held-bytes is {given}; at least --max-body-bytes times --workers, {least}, is needed: each holds one body at least")
+    return given
 
 
 def _peers(given: list[str], port: int | None, *, in_cluster: bool) -> tuple[tuple[str, ...], int]:
@@ -246,6 +264,7 @@ def parse(argv: Sequence[str]) -> Settings:
     for name, in_pod in _POD_DEFAULTS.items():
         if a[name] is None:
             a[name] = in_pod if a["kubernetes"] else getattr(Settings(), name)
+    a["max_held_bytes"] = _held_bytes(a["max_held_bytes"], a["max_body_bytes"], a["workers"])
     _check_access(a["api_key_file"], a["tls_cert_file"], a["tls_key_file"], a["cors_origins"], a["otlp_endpoint"])
     router_id = a.pop("router_id") or os.environ.get(names.ENV_POD_NAME, "") or f"router-{secrets.token_hex(4)}"
     if len(router_id) > 100 or not all(c.isascii() and (c.isalnum() or c in "-._") for c in router_id):

@@ -87,7 +87,7 @@ class Single(Edge):
 
 async def serve(handover: Handover) -> int:
     """The process's life."""
-    stop = on_stop()
+    stop = on_stop(handover)
     edge = Single(handover.settings, max_files=raise_file_limit())
     await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd), handover.peer_socket())
     gc.collect()

@@ -1,4 +1,4 @@
-"""The parent process: binds the ports, starts its children, restarts what dies, ends everything on a signal. Loads no HTTP.
+"""The parent process: binds the ports, starts its children, restarts what dies or hangs, ends everything on a signal. Loads no HTTP.
 
 Children: with `--workers 1` an edge with its brain, else a brain and so many edges; and control. SIGTERM or SIGINT: the edges drain, then
 control ends, then the brain; exit 0. A second signal ends everything at once.
@@ -10,6 +10,7 @@ bound but never listens: a dead edge's socket is gone with it, so no connection 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,20 +21,22 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from fleet_router.hang import LOOK_S, Watch, see, take_beats
 from fleet_router.link import listen
-from fleet_router.process import Handover
+from fleet_router.process import SHOW_STACKS, Handover
 from fleet_router.settings import Settings
 
 log = logging.getLogger(__name__)
 
 RESTART_PAUSE_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0)  # by failures in a row
 STEADY_S: Final = 10.0  # a child that lived so long starts its failures anew
+STACKS_S: Final = 0.5  # for writing its stacks
 CONTROL_STOP_S: Final = 5.0
 BRAIN_STOP_S: Final = 5.0
 EDGE: Final = "fleet_router.edge.edge"
@@ -53,6 +56,8 @@ class Child:
     module: str
     index: int = 0  # of an edge
     process: subprocess.Popen[bytes] | None = None
+    watch: Watch = field(default_factory=lambda: Watch(0.0))
+    beat_fd: int = -1
     started_at: float = 0.0
     failures: int = 0
     due: float = 0.0  # monotonic time of its next start
@@ -93,7 +98,7 @@ class Supervisor:
             for child in self._children:
                 self._look_after(child, now)
             pauses = [c.due - now for c in self._children if c.process is None]
-            select.select([wake_read], [], [], max(0.0, min(pauses)) if pauses else 5.0)
+            select.select([wake_read], [], [], max(0.0, min([LOOK_S, *pauses])))
             drain_pipe(wake_read)
         return self._stop(wake_read)
 
@@ -107,20 +112,23 @@ class Supervisor:
             listener = self._control
         elif child.module == EDGE:
             listener = self._data if not self._brains else beside(self._data)
+        child.beat_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         holds_link = child.module == BRAIN or (child.module == EDGE and not self._brains)
         handover = Handover(
             self._settings, os.getpid(), self._link_name, listener.fileno() if listener is not None else -1,
             self._link.fileno() if holds_link else -1, child.index, self._peers.fileno() if holds_link and self._peers is not None else -1,
+            child.beat_fd,
         )  # fmt: skip
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module, msgspec.json.encode(handover).decode()],
-            pass_fds=[fd for fd in (handover.listen_fd, handover.link_fd, handover.peer_fd) if fd >= 0],
+            pass_fds=[fd for fd in (handover.listen_fd, handover.link_fd, handover.peer_fd, handover.beat_fd) if fd >= 0],
             start_new_session=True,  # a terminal's Ctrl-C reaches only the supervisor
             stdin=subprocess.DEVNULL,
         )
         if listener is not None and listener not in (self._data, self._control):
             listener.close()
         child.started_at = time.monotonic()
+        child.watch = Watch(child.started_at)
         log.info("%s process started", child.name, extra={"child_pid": child.process.pid})
 
     def _look_after(self, child: Child, now: float) -> None:
@@ -128,13 +136,33 @@ class Supervisor:
         if child.process is not None:
             code = child.process.poll()
             if code is None:
+                self._watch(child, now)
                 return
             child.failures = 1 if now - child.started_at > STEADY_S else child.failures + 1
             child.due = now + RESTART_PAUSE_S[min(child.failures, len(RESTART_PAUSE_S)) - 1]
             log.error("%s process ended, it is restarted", child.name, extra={"child_pid": child.process.pid, "exit_code": code})
             child.process = None
+            os.close(child.beat_fd)
         if now >= child.due:
             self._start(child)
+
+    def _watch(self, child: Child, now: float) -> None:
+        """Kills a child whose loop does not go round any more; it first writes where it is, when it still can."""
+        limit_s, process, watch = self._settings.hang_timeout, child.process, child.watch
+        assert process is not None
+        if take_beats(child.beat_fd):
+            watch.beaten(now)
+        elif now - watch.looked_at >= LOOK_S / 2:
+            sight = see(process.pid)
+            watch.silent(now, sight)
+            if limit_s and watch.hangs(limit_s):
+                facts = {"child_pid": process.pid, "state": sight.state if sight is not None else "unknown"}
+                log.error("%s process has not reacted for %.0f s (--hang-timeout), it is killed", child.name, watch.silent_s, extra=facts)
+                if watch.has_beaten:  # before that the signal would end it
+                    process.send_signal(SHOW_STACKS)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(STACKS_S)
+                process.kill()
 
     def _announce(self) -> None:
         if not self._settings.announce:
@@ -157,14 +185,16 @@ class Supervisor:
         log.info("stopping: the edges drain")
         drain_s = self._settings.drain_delay + self._settings.drain_timeout + 10.0
         for children, limit_s in ((self._edges, drain_s), (self._controls, CONTROL_STOP_S), (self._brains, BRAIN_STOP_S)):
-            running = [c.process for c in children if c.process is not None]
-            for process in running:
+            running = [(c, c.process) for c in children if c.process is not None]
+            for _, process in running:
                 process.send_signal(signal.SIGTERM)
             until = time.monotonic() + limit_s
-            while any(p.poll() is None for p in running) and self._signals < 2 and time.monotonic() < until:
+            while (left := [c for c, process in running if process.poll() is None]) and self._signals < 2 and time.monotonic() < until:
+                for child in left:
+                    self._watch(child, time.monotonic())
                 select.select([wake_read], [], [], 0.5)
                 drain_pipe(wake_read)
-            if any(p.poll() is None for p in running):
+            if left:
                 break
         code = 0 if self._signals < 2 else 1
         self._kill()

@@ -11,7 +11,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from fleet_cli.top import picture
 from fleet_contract.errors import ApiError
+from fleet_router.brain import overview
 from fleet_router.brain.static_workers import read_target
 from fleet_router.settings import BadFlag, Settings
 from fleet_router.target import Target, parse_target
@@ -19,8 +21,9 @@ from fleet_testing.engines.server import Timing
 from fleet_testing.engines.vllm import FakeVllm
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.router_fleet import MakeWorker
-from fleet_testing.router_process import RouterProcess, until, until_async
+from fleet_testing.router_process import RouterProcess, held_port, until, until_async
 
+SHOWN: Any = {(name, ()): 0 for name in ("inflight", "waiting", "connections")}
 Start = Callable[..., Awaitable[Any]]
 
 
@@ -137,3 +140,37 @@ async def test_our_own_worker_can_be_drained_too(make_worker: MakeWorker, make_f
     assert (await fleet.chat()).status_code == 503
     fleet.edge.registry.drain(f"127.0.0.1:{worker.port}", is_drained=False)
     assert (await fleet.chat()).status_code == 200
+
+
+async def test_a_worker_that_drains_and_ends_is_not_draining_for_ever(make_worker: MakeWorker, make_fleet: Any) -> None:
+    worker: FakeWorker = await make_worker()
+    fleet = await make_fleet(worker)
+
+    async def says_draining() -> bool:
+        await worker.publish(draining=True)
+        return bool(fleet.told()[0]["state"] == "draining")
+
+    await until_async(says_draining, "it says that it drains")
+    await worker.stop()
+    await until(lambda: fleet.told()[0]["state"] == "stalled", "it has ended")
+    assert "connection refused" in fleet.told()[0]["reason"]
+
+
+@pytest.mark.rule("R34")
+async def test_workers_that_were_named_and_never_answered_are_listed_with_the_cause(make_worker: MakeWorker, make_fleet: Any) -> None:
+    worker: FakeWorker = await make_worker()
+    data_port: FakeWorker = await make_worker()
+    simple = data_port._simple
+    data_port._simple = lambda request: (404, b"{}", "application/json") if request.path == "/worker" else simple(request)  # type: ignore[method-assign]
+    with held_port() as dead:
+        urls = (worker.url, f"http://127.0.0.1:{dead}", data_port.url)
+        fleet = await make_fleet(wait=False, static=urls)
+        await until(lambda: len(fleet.told()) == 3 and fleet.ready() == 1, "all are listed")
+        told = {w["address"]: (w["state"], w["reason"]) for w in fleet.told()}
+    assert told[f"127.0.0.1:{worker.port}"] == ("ready", "")
+    state, reason = told[f"127.0.0.1:{dead}"]
+    assert state == "starting" and reason == f"worker 127.0.0.1:{dead} could not be reached: connection refused"
+    state, reason = told[f"127.0.0.1:{data_port.port}"]
+    assert state == "starting" and "give the internal port" in reason
+    lines = picture(overview.overview(fleet.brain, fleet.brain.counters.snapshot(SHOWN)), None, 0)
+    assert f"127.0.0.1:{dead} is starting: worker 127.0.0.1:{dead} could not be reached: connection refused" in lines

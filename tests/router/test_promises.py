@@ -23,7 +23,7 @@ from fleet_router.control.discovery import PODS, SERVICES, Discovery, Json
 from fleet_router.decide.retry import BUDGET_FLOOR
 from fleet_router.desk import Want
 from fleet_router.http.client import Pool
-from fleet_testing import chaos_router
+from fleet_testing import chaos_router, promises
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -331,12 +331,65 @@ def test_killed_clients_and_workers_leave_nothing(tmp_path: Path) -> None:
     assert out.killed + out.stopped >= 2
 
 
+@pytest.mark.rule("R16")
+@pytest.mark.rule("R30")
+@pytest.mark.processes
+def test_killed_and_stopped_processes_of_the_router_leave_nothing(tmp_path: Path) -> None:
+    """The small form of `make chaos-router ARGS='--workers 2 --kill-router-every 5'`."""
+    out = asyncio.run(chaos_router.chaos(tmp_path, 8.0, 60, seed=5, kill_every_s=1.0, edges=2, kill_router_every_s=1.0))
+    assert out.misses(memory=False) == [], out.table()
+    assert sum(out.router_kills.values()) >= 2
+
+
 def test_the_table_of_the_chaos_sees_what_is_lost() -> None:
     good = chaos_router.Chaos(sent=10, ended=Counter({"200": 9, "left": 1}))
     assert good.misses(memory=True) == []
     good.left = {"inflight": 1.0}
     good.end_bytes = 1 << 30
     good.sent = 11
-    good.same_processes = False
+    good.restarts = 1
     assert len(good.misses(memory=True)) == 4 and len(good.misses(memory=False)) == 3
     assert chaos_router.Chaos(sent=10, ended=Counter({"503": 10})).misses(memory=False)
+
+
+# -- the small forms of `make promises`
+
+
+def kept(numbers: list[promises.Number]) -> bool:
+    assert all(n.is_kept for n in numbers), "\n".join(map(str, numbers))
+    return bool(numbers)
+
+
+@pytest.mark.rule("R8")
+def test_r8_the_memory_of_an_index_that_was_filled_and_emptied_comes_back() -> None:
+    assert kept(promises.memory_of_index(200_000, 30_000))
+
+
+@pytest.mark.rule("R18")
+@pytest.mark.processes
+async def test_r18_requests_without_a_worker_take_no_memory(tmp_path: Path) -> None:
+    assert kept(await promises.no_workers(tmp_path, 400, at_once=100))
+
+
+@pytest.mark.rule("R21")
+@pytest.mark.processes
+async def test_r21_streams_of_a_router_of_processes_are_the_worker_s(tmp_path: Path) -> None:
+    assert kept(await promises.digests(tmp_path, 100))
+
+
+@pytest.mark.rule("R21")
+@pytest.mark.processes
+async def test_r21_a_client_that_does_not_read_costs_less_than_64_kib(tmp_path: Path) -> None:
+    """It was over a MiB: what the kernel held came in one piece, and was kept twice."""
+    assert kept(await promises.slow_readers(tmp_path, 60))
+
+
+@pytest.mark.rule("R33")
+def test_r33_a_router_that_restarts_is_warm_within_10_s() -> None:
+    """Red with `by_events=False`: an index that starts empty."""
+    assert kept(promises.restart(120, 200.0))
+
+
+def test_a_promise_that_is_not_kept_is_seen() -> None:
+    assert not promises.Number("R1", "x", 2, 1, "").is_kept and not promises.Number("R1", "x", 1, 2, "", at_least=True).is_kept
+    assert "MISS" in str(promises.Number("R1", "x", 2, 1, "")) and "MISS" not in str(promises.Number("R1", "x", 1, 1, ""))

@@ -55,7 +55,7 @@ class Parsed:
         return dialect_of(self.route.path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
 

@@ -186,6 +186,14 @@ class Brain:
                 self._synced = any(s.ready_units() for s in self.table.services.values())
         return self._synced
 
+    def unknown_endpoints(self) -> list[Endpoint]:
+        """Those that were asked and have not told who they are."""
+        return [e for key, e in self._endpoints.items() if key not in self._by_endpoint]
+
+    def reasons(self) -> dict[Worker, str]:
+        """Why workers are not ready, in their own words or those of whoever asked them; empty of one that is."""
+        return {worker: self._endpoints[key].reason for key, worker in self._by_endpoint.items()}
+
     # -- choice
 
     def choose_revision(self, service: Service[Worker], exclude: Collection[WorkerView] = ()) -> str | None:

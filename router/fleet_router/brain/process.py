@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 async def serve(handover: Handover) -> int:
     """The process's life."""
-    stop = on_stop()
+    stop = on_stop(handover)
     raise_file_limit()
     settings, pool = handover.settings, Pool()
     host = BrainHost(settings, Counters(), pool)

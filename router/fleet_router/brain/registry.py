@@ -36,6 +36,7 @@ FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
 IDLE_FACTOR: Final = 3  # an idle worker of another engine is asked so much less often: a request finds out by itself when it is gone
 IDLE_LOAD_EVERY: Final = 2  # polls between two questions for the load of a worker that had none
 CODE_UNREACHABLE: Final = "worker_unreachable"
+NOT_REACHED: Final = (CODE_UNREACHABLE, CODE_WORKER_TIMEOUT, "worker_lost")
 FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
 MISSES: Final = 2  # polls in a row without an answer after which a ready worker counts as stalled: one may be a busy machine
 MISSES_OF_REPORTING: Final = 5  # the same, while its load reports still come: its scheduler works, only its http process is slow
@@ -54,6 +55,7 @@ class Endpoint:
     ever_healthy: bool = False
     asked: bool = False
     removed: bool = False
+    answers: bool = False  # whatever it says: it was reached by the last poll that counts
     missed: int = 0  # polls in a row without an answer
     reported_at: float = float("-inf")  # loop time of the last load report of this incarnation
     reason: str = ""
@@ -77,13 +79,16 @@ class Endpoint:
 def worker_state(endpoint: Endpoint, *, draining: bool) -> str:
     """The state of an endpoint's worker, from facts only.
 
-    A pod that is going (deletion, annotation) drains; a pod that Kubernetes calls not ready, or that does not answer itself, is
-    starting before its first success and stalled after it.
+    A pod that is going (deletion, annotation) drains; so does a worker that says so itself or was told by REST, as long as it answers: one
+    that has ended drains no more. A pod that Kubernetes calls not ready, or that does not answer itself, is starting before its first
+    success and stalled after it.
     """
     pod = endpoint.pod
     if endpoint.removed or (pod is not None and pod.terminal):
         return "failed"
-    if draining or endpoint.is_drained or (pod is not None and (pod.deleting or pod.drain_deadline is not None)):
+    if pod is not None and (pod.deleting or pod.drain_deadline is not None):
+        return "draining"
+    if endpoint.answers and (draining or endpoint.is_drained):
         return "draining"
     if endpoint.healthy and (pod is None or pod.ready):
         return "ready"
@@ -219,24 +224,26 @@ class Registry:
             healthy = not reason
             if (full or record is None) and (healthy or engine.kind == names.ENGINE_OURS):
                 record = await engine.record(ask, endpoint.target, record, str(endpoint.life))
-            endpoint.missed = 0
+            endpoint.missed, answers = 0, True
         except (ApiError, msgspec.DecodeError) as e:
             if isinstance(e, ApiError) and e.code == OUT_OF_FILES:
                 return  # it was not even asked: what we knew stands
             if isinstance(e, ApiError) and e.code == CODE_UNREACHABLE:
                 endpoint.life += 1
             healthy, reason = self._survives(endpoint, e), str(e)
+            answers = healthy or not isinstance(e, ApiError) or e.code not in NOT_REACHED
         if endpoint.pod is not None and record is not None and record.pod_uid != endpoint.pod.uid:
             record, reason = None, "another pod answers at this address"  # the address was given to a new pod
         if healthy and record is None and not reason:
             reason = "/readyz answers but /worker does not; give the internal port of a runtime (--internal-port), or the engine, as vllm+http://"
         healthy = healthy and record is not None
-        changed = (healthy, record) != (endpoint.healthy, endpoint.record) or not endpoint.asked
-        endpoint.asked = True
+        changed = (healthy, record, answers) != (endpoint.healthy, endpoint.record, endpoint.answers) or not endpoint.asked
+        endpoint.asked, endpoint.answers = True, answers
         endpoint.healthy, endpoint.record, endpoint.reason = healthy, record, reason
         endpoint.ever_healthy = endpoint.ever_healthy or healthy
         if changed and not endpoint.removed:
-            log.info("worker %s", "answers" if healthy else "is not ready", extra={"worker": endpoint.key, "reason": reason})
+            level = logging.INFO if healthy or endpoint.pod is not None else logging.WARNING  # a pod that is starting is nothing odd
+            log.log(level, "worker %s", "answers" if healthy else "is not ready", extra={"worker": endpoint.key, "reason": reason})
             if record is not None and record.ports.load:
                 self._connect_load(endpoint, f"tcp://{f'[{endpoint.host}]' if ':' in endpoint.host else endpoint.host}:{record.ports.load}")
             self._on_change(endpoint)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet_contract import names
 from fleet_contract.worker import FleetReport, FleetRevision, FleetWorker
+from fleet_router.brain.registry import Endpoint, worker_state
 from fleet_router.brain.worker import Worker
 from fleet_router.kv_feed.follow import TRUST
 from fleet_router.metrics import Snapshot
@@ -31,9 +32,9 @@ def fleet(brain: Brain, namespace: str, name: str) -> FleetReport:
 
 
 def workers(brain: Brain) -> list[dict[str, Any]]:
-    """All workers, for /workers."""
+    """All workers, for /workers; also those that were named, or are pods, and have not told who they are yet. `reason`: why one is not ready."""
     brain.deciding.tick(brain.clock())
-    out: list[dict[str, Any]] = []
+    out, reasons = [_unknown(e) for e in brain.unknown_endpoints()], brain.reasons()
     for w in brain.workers:
         load = w.load.now()
         out.append(
@@ -44,9 +45,23 @@ def workers(brain: Brain) -> list[dict[str, Any]]:
                 "modelRevision": w.record.model_revision, "pend": load.pend, "run": load.run, "ctx": load.ctx, "kvUsed": load.committed,
                 "kvCapacity": w.speed.kv_capacity_tokens, "prefillTokensPerS": w.load.prefill_rate,
                 "events": stream_of(brain, w), "breaker": w.breaker.state, "indexedTokens": 0 if w.removed else brain.index.held_tokens(w.slot),
+                "reason": reasons.get(w, ""),
             }
         )  # fmt: skip
     return out
+
+
+def _unknown(endpoint: Endpoint) -> dict[str, Any]:
+    """The same for an endpoint that has not told who it is: what discovery or its user says of it."""
+    target = endpoint.target
+    what = endpoint.pod or PodFacts("", "", "", target.service, target.role, target.revision)
+    return {
+        "service": f"{what.namespace}/{what.service}", "revision": what.revision, "role": what.role, "pod": what.name, "podUid": what.uid,
+        "rank": 0, "incarnation": "", "address": f"{endpoint.host}:{endpoint.port}", "state": worker_state(endpoint, draining=False),
+        "inflight": 0, "drainDeadline": endpoint.drain_deadline, "modelRevision": "", "pend": 0, "run": 0, "ctx": 0, "kvUsed": 0,
+        "kvCapacity": 0, "prefillTokensPerS": 0.0, "events": {"trust": "none"}, "breaker": "closed", "indexedTokens": 0,
+        "reason": endpoint.reason,
+    }  # fmt: skip
 
 
 def stream_of(brain: Brain, worker: Worker) -> dict[str, Any]:
@@ -65,6 +80,8 @@ def snapshot(brain: Brain, connections: int) -> Snapshot:
     states = dict.fromkeys(names.WORKER_STATES, 0)
     for w in brain.workers:
         states["failed" if w.removed else w.state] += 1
+    for e in brain.unknown_endpoints():
+        states[worker_state(e, draining=False)] += 1
     gauges: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
         ("up", ()): 1,
         ("inflight", ()): sum(w.inflight for w in brain.workers),

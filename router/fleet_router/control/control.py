@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 
@@ -20,7 +19,7 @@ from fleet_contract.logs import set_up_logging
 from fleet_router.control.api import create_app
 from fleet_router.control.discovery import Discovery
 from fleet_router.link import LinkClient
-from fleet_router.process import Handover, read_handover
+from fleet_router.process import Handover, on_stop, read_handover
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 async def serve(handover: Handover) -> int:
     """The process's life."""
     settings = handover.settings
-    stop = asyncio.Event()
+    stop = on_stop(handover)
     loop = asyncio.get_running_loop()
     link = LinkClient(handover.link_name, settings.workers if settings.workers > 1 else 0)
     tasks = [loop.create_task(link.run(), name="link")]
@@ -41,8 +40,6 @@ async def serve(handover: Handover) -> int:
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")  # serve() would take the signals
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
     stopped = loop.create_task(stop.wait())
     done, _ = await asyncio.wait([http, stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
     failed = [t for t in done if t is not stopped]

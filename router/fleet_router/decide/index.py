@@ -478,6 +478,8 @@ class PrefixIndex:
             masks[key] = self._share(left)
         else:
             del masks[key]
+            if not masks:
+                masks.clear()  # an empty dict keeps its table else
 
     def _share(self, mask: int) -> int:
         if mask < 256:

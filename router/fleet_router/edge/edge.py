@@ -78,7 +78,7 @@ class Edge:
         self.server_state = ServerState(
             Limits(
                 settings.max_body_bytes, settings.max_head_bytes, settings.head_timeout, settings.body_timeout,
-                settings.idle_timeout, settings.write_timeout, max_connections(max_files),
+                settings.idle_timeout, settings.write_timeout, max_connections(max_files), settings.max_held_bytes // settings.workers,
             ),
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
             lambda path, error, request_id: dialect_of(path).error_body(error, request_id), self.access.cors_lines,
@@ -173,7 +173,7 @@ class RemoteEdge(Edge):
 
 async def serve(handover: Handover) -> int:
     """The life of one of several edges."""
-    stop = on_stop()
+    stop = on_stop(handover)
     edge = RemoteEdge(handover.settings, index=handover.index, max_files=raise_file_limit())
     await edge.start(socket.socket(fileno=handover.listen_fd), handover.link_name, listen(edge_link_name(handover.link_name, handover.index)))
     gc.collect()

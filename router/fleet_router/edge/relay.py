@@ -40,6 +40,7 @@ MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is no stream
 ABORT_TIMEOUT_S: Final = 2.0
 PATIENCE_S: Final = 30.0  # the longest that KV may stay promised to a request whose client has gone
 SETTLE_S: Final = 2.0
+TAIL_BYTES: Final = 4096  # of the last two pieces: the usage is in there
 TRANSFER_S: Final = 10.0  # of a hand-over, from the prefill's answer to the first token; longer for a long prompt:
 TRANSFER_FACTOR: Final = 3.0
 CODE_TRANSFER_FAILED: Final = "transfer_failed"
@@ -258,6 +259,8 @@ class Attempt:
         self._last_at = 0.0
         self._was_paused = False  # the client was slow: times say nothing about the worker
         self.first_byte_at: float | None = None  # loop time
+        self._parsed: Parsed | None = None
+        self._prompt: Prompt | None = None
         self.rid = random_hex(16)
 
     @property
@@ -271,6 +274,7 @@ class Attempt:
         exchange.on_gone, exchange.on_pause, exchange.on_resume = self.client_gone, self._pause, self._resume
         self._set_timer(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
         self._then = then
+        self._parsed, self._prompt = parsed, prompt
         try:
             self._send(parsed, prompt)
         except BaseException:
@@ -439,6 +443,11 @@ class Attempt:
                 return
             self._start(self._serving if leg is self._lease.serving else self._sinks[0], parts)
 
+    def _forget_request(self) -> None:
+        """It is not sent again: a long stream need not keep it."""
+        if self._parsed is not None and self._prompt is not None:
+            self._parsed.body, self._parsed.fields, self._prompt.ids = b"", {}, None
+
     def _start(self, sink: _LegSink, parts: Parts) -> None:
         sink.open = True
         sink.handle = self._pool.start(sink.leg.worker.host, sink.leg.worker.port, parts, sink)
@@ -478,15 +487,16 @@ class Attempt:
             self.streamed = True
             self.first_byte_at = self._last_at
             self._lease.first_token()
+            self._forget_request()
             self._exchange.start_stream(self._serving.content_type)
             self._set_timer(self._timing.silence_s, self._check_silence)
         self._mid_event = mid_event
-        self._tail = (self._tail[1], data)
+        self._tail = (self._tail[1], data[-TAIL_BYTES:])  # not the pieces themselves: a slow reader's are large
         self.events += self.dialect.events(data)
         self._exchange.write(data)
 
     def _learn_from_stream(self) -> None:
-        tail = self._usage.event if self._usage is not None else self._tail[0][-4096:] + self._tail[1][-4096:]
+        tail = self._usage.event if self._usage is not None else self._tail[0] + self._tail[1]
         if self._lease.prefill is None and (cached := self.dialect.cached_tokens(tail)) is not None:
             self._lease.cached(cached)
         self.made = self.dialect.made_tokens(tail)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
+import socket
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
 STALE_S = 0.5  # a kept connection that ends so soon after a request was dead before it; later, the worker had taken it
 MAX_IDLE = 64
 MAX_HEAD_BYTES = 64 << 10
+RECEIVE_BYTES = 16 << 10  # the kernel takes twice that; several 10 MB/s at a millisecond's distance
 MAX_HEADS = 256  # heads of answers that are known
 MAX_KNOWN_HEAD = 1 << 10  # bytes of each
 
@@ -81,7 +84,7 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         if not self.answered:
-            self.answered = True
+            self.answered, self._retry = True, None
             raw = data[: data.find(b"\r\n\r\n") + 4]
             known = self.pool.heads.get(raw)
             if known is not None and len(data) == len(raw) + known.length:
@@ -151,6 +154,12 @@ class Connection(asyncio.Protocol):
         self._retry = tuple(parts) if self.reused else None
         self._sent_at = self.loop.time()
         self.transport.writelines(parts)
+
+    def keep_little(self) -> None:
+        """The kernel holds no more for us than we may hold for a client that does not read: all it has comes in one piece."""
+        if self.transport is not None and (sock := self.transport.get_extra_info("socket")) is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
 
     def pause(self) -> None:
         if self.transport is not None and not self._paused:
@@ -333,6 +342,7 @@ class Pool:
             handle.on_lost(_connect_error(address, e))
             return
         handle.task = None
+        connection.keep_little()
         if connection.transport is None:  # it was reset before this task had its turn
             handle.on_lost(errors.worker_unreachable(f"{address[0]}:{address[1]}", "the connection was reset at once"))
             return
@@ -348,7 +358,10 @@ def _connect_error(address: tuple[str, int], e: OSError) -> ApiError:
     """A worker is not to blame when this process may open no more files."""
     if e.errno in (errno.EMFILE, errno.ENFILE):
         return errors.out_of_files()
-    return errors.worker_unreachable(f"{address[0]}:{address[1]}", "no connection within 3 s" if isinstance(e, TimeoutError) else str(e))
+    why = (
+        "no connection within 3 s" if isinstance(e, TimeoutError) else os.strerror(e.errno).lower() if e.errno is not None and e.errno > 0 else str(e)
+    )
+    return errors.worker_unreachable(f"{address[0]}:{address[1]}", why)
 
 
 class _Collect:

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
 
 INVALID: Final = "invalid_http"
+MAX_HEADS: Final = 512  # heads that are known
+MAX_KNOWN_HEAD: Final = 2 << 10  # bytes of each
 _REASONS: Final = {
     200: b"OK", 204: b"No Content", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed",
     408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 415: b"Unsupported Media Type", 417: b"Expectation Failed",
@@ -83,6 +86,31 @@ def body_too_large(length: int | None, limit: int) -> ApiError:
     """413. length: None when it came in chunks."""
     got = f"{length} bytes" if length is not None else "longer"
     return ApiError(413, f"the request body is {got}; at most {limit} bytes are allowed (--max-body-bytes of the router)", code="body_too_large")
+
+
+def too_many_connections(limit: int) -> ApiError:
+    """503: all files that this process may open are in use."""
+    text = f"this router has {limit} connections, all that its limit of open files (ulimit -n) allows; try again, or run more routers"
+    return ApiError(503, text, type=contract_errors.OVERLOADED, code="too_many_connections", retry_after_s=1)
+
+
+def know_head(heads: dict[bytes, Head], raw: bytes, head: Head) -> None:
+    """Keeps a head that was parsed and passed. Not one whose lines the parser may have ended elsewhere than at CR LF."""
+    if len(raw) <= MAX_KNOWN_HEAD and raw[:1].isalpha() and raw.count(b"\r\n") == raw.count(b"\n") == len(head.headers) + 2:
+        if len(heads) >= MAX_HEADS:
+            heads.clear()
+        heads[raw] = head
+
+
+def without_upgrade(begin: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A head without its offer to speak another protocol. Args: begin: its first line. headers: names in lower case."""
+    lines = [begin]
+    for name, value in headers:
+        if name == b"connection":
+            value = b", ".join(t for t in map(bytes.strip, value.split(b",")) if t.lower() not in (b"upgrade", b"http2-settings"))
+        if value and name not in (b"upgrade", b"http2-settings"):
+            lines.append(name + b": " + value)
+    return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 @lru_cache(maxsize=512)  # the type is the worker's own word

@@ -19,6 +19,7 @@ class Limits:
     idle_timeout_s: float
     write_timeout_s: float
     max_connections: int  # no flag: from the process's limit of open files
+    max_held_bytes: int  # of bodies, all connections together
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class Request:
     keep_alive: bool
     request_id: str
     body: bytes = b""
+    held_bytes: int = 0  # of its body, while the budget counts them
     refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
 
     @property

@@ -19,18 +19,17 @@ import httptools
 
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
-from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, path_of
+from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, know_head, path_of, too_many_connections, without_upgrade
+from fleet_router.http.held import HeldBodies
 from fleet_router.http.request import Limits, Request
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER: Final = 256 << 10
-LOW_WATER: Final = 64 << 10
+HIGH_WATER: Final = 16 << 10  # bytes that a client leaves unread before its worker is not read from either
+LOW_WATER: Final = 4 << 10
 MAX_PIPELINED: Final = 16
 MAX_WAITING_BYTES: Final = 1 << 20  # of pipelined bodies; more are read when their turn comes near
 REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; more are closed unheard
-MAX_HEADS: Final = 512  # heads that are known
-MAX_KNOWN_HEAD: Final = 2 << 10  # bytes of each
 MAX_BETWEEN_CHUNKS: Final = 64 << 10  # bytes of a body's framing beyond what its chunks need
 CHUNK_FRAMING: Final = 16  # bytes that a chunk's size and line ends may take
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
@@ -54,13 +53,10 @@ class ServerState:
     draining: bool = False
     last_request_s: float = 0.0  # while draining: how long an idle connection may still bring a request
     heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
+    bodies: HeldBodies = field(init=False)
 
-    def know(self, raw: bytes, head: Head) -> None:
-        """Keeps a head that was parsed and passed. Not one whose lines the parser may have ended elsewhere than at CR LF."""
-        if len(raw) <= MAX_KNOWN_HEAD and raw[:1].isalpha() and raw.count(b"\r\n") == raw.count(b"\n") == len(head.headers) + 2:
-            if len(self.heads) >= MAX_HEADS:
-                self.heads.clear()
-            self.heads[raw] = head
+    def __post_init__(self) -> None:
+        self.bodies = HeldBodies(self.limits.max_held_bytes, self.on_limit)
 
 
 class Exchange:
@@ -149,6 +145,7 @@ class HttpExchange(Exchange):
         assert not self.started
         self.started = True
         self.status = 200
+        self._protocol.state.bodies.let_go(self.request)
         self._chunked = self.request.head.version != "1.0"
         if not self._chunked:
             self.request.keep_alive = False
@@ -246,7 +243,10 @@ class DataProtocol(asyncio.Protocol):
             head = self.state.heads.get(raw)
             if head is not None and len(data) == len(raw) + head.length and not self._is_too_many:
                 self._then = None
-                self._start(Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")), data[len(raw) :]))
+                request = Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")), data[len(raw) :])
+                self.state.bodies.add(head.length)
+                self.state.bodies.hold(self, request)
+                self._start(request)
                 return
             self._raw_head = raw
         else:
@@ -263,6 +263,8 @@ class DataProtocol(asyncio.Protocol):
             self._closed_for_reading = self._linger = True
         if in_body is not None and in_body is self._request and self._in_message:
             self._check_framing(len(data))
+        if self._body_bytes and self._in_message:
+            self.state.bodies.in_the_middle(self)
         self._next()
 
     def _feed(self, data: bytes) -> None:
@@ -285,9 +287,12 @@ class DataProtocol(asyncio.Protocol):
         self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        self._waiting.clear()
         self.state.connections.discard(self)
         exchange, self.exchange = self.exchange, None
+        self._give_up_body()
+        for request in (*self._waiting, *([exchange.request] if exchange is not None else ())):
+            self.state.bodies.let_go(request)
+        self._waiting.clear()
         if exchange is not None and not exchange.ended:
             exchange.ended = True
             if exchange.on_gone is not None:
@@ -338,12 +343,13 @@ class DataProtocol(asyncio.Protocol):
             self._owes_continue = True
             self._go_on()
         elif self._raw_head and not parser.should_upgrade() and head.header(b"transfer-encoding") is None:
-            self.state.know(self._raw_head, head)
+            know_head(self.state.heads, self._raw_head, head)
         self._raw_head = b""
         self._arm(self.state.limits.body_timeout_s, self._body_late)
 
     def on_body(self, data: bytes) -> None:
         self._body_bytes += len(data)
+        self.state.bodies.add(len(data))
         if self._body_bytes > self.state.limits.max_body_bytes:
             raise body_too_large(None, self.state.limits.max_body_bytes)
         if not self._body:
@@ -364,13 +370,31 @@ class DataProtocol(asyncio.Protocol):
         request = self._request
         assert request is not None
         request.body = bytes(self._body)
-        self._body = b""
+        self._body, self._body_bytes = b"", 0
+        self.state.bodies.hold(self, request)
         self._owes_continue = False
         self._waiting.append(request)
-        self._waiting_bytes += len(request.body)
-        if self._is_full and self.transport is not None:
+        self._waiting_bytes += request.held_bytes
+        if self._is_full:
+            self.stop_reading()
+
+    # -- used by HeldBodies
+
+    def stop_reading(self) -> None:
+        if self.transport is not None:
             with contextlib.suppress(RuntimeError):
                 self.transport.pause_reading()
+
+    def read_on(self) -> None:
+        """There is room: the time for its body begins anew."""
+        if self._in_message and not self._closed_for_reading:
+            self._arm(self.state.limits.body_timeout_s, self._body_late)
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self.transport is not None and not self._is_full and not self.state.bodies.is_stopped(self):
+            with contextlib.suppress(RuntimeError):
+                self.transport.resume_reading()
 
     # -- used by Exchange
 
@@ -388,6 +412,7 @@ class DataProtocol(asyncio.Protocol):
         """The exchange is complete: next request, or the end of the connection."""
         if self.exchange is exchange:
             self.exchange = None
+        self.state.bodies.let_go(exchange.request)
         if self.transport is None:
             return
         if not exchange.request.keep_alive:
@@ -404,6 +429,12 @@ class DataProtocol(asyncio.Protocol):
             self._await_last()
 
     # -- inside
+
+    def _give_up_body(self) -> None:
+        """What came of the present message's body is not held any more."""
+        count, self._body, self._body_bytes = self._body_bytes, b"", 0
+        self.state.bodies.leave(self)
+        self.state.bodies.free(count)
 
     def _begin(self) -> None:
         self._url = b""
@@ -435,13 +466,7 @@ class DataProtocol(asyncio.Protocol):
         """The head that was read, without its offer to speak another protocol, for a new parser: RFC 9110 lets a server ignore an offer, but
         the parser would take the body for the other protocol."""
         parser, self._parser, self._upgrade_offered = self._parser, httptools.HttpRequestParser(self), False
-        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode())]
-        for name, value in self._headers:
-            if name == b"connection":
-                value = b", ".join(t for t in map(bytes.strip, value.split(b",")) if t.lower() not in (b"upgrade", b"http2-settings"))
-            if value and name not in (b"upgrade", b"http2-settings"):
-                lines.append(name + b": " + value)
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+        return without_upgrade(b"%b %b HTTP/%b" % (parser.get_method(), self._url, parser.get_http_version().encode()), self._headers)
 
     def _next(self) -> None:
         if self.exchange is not None or self.transport is None or self.transport.is_closing():
@@ -461,10 +486,8 @@ class DataProtocol(asyncio.Protocol):
         if not self._in_message:
             self._disarm()
         request = self._waiting.popleft()
-        self._waiting_bytes -= len(request.body)
-        if not self._is_full:
-            with contextlib.suppress(RuntimeError):
-                self.transport.resume_reading()
+        self._waiting_bytes -= request.held_bytes
+        self._resume_reading()
         self._start(request)
 
     def _await_last(self) -> None:
@@ -493,6 +516,7 @@ class DataProtocol(asyncio.Protocol):
         self._closed_for_reading = self._linger = True
         self._in_message = False
         self._disarm()
+        self._give_up_body()
         request = self._request
         if request is None or (self._waiting and self._waiting[-1] is request):
             request = Request(Head("GET", "", [], "1.1", False), False, self.state.make_request_id(None))
@@ -503,8 +527,7 @@ class DataProtocol(asyncio.Protocol):
     def _too_many(self) -> ApiError:
         """What a client hears before this process runs out of files, when it could tell nobody any more."""
         self.state.on_limit("connections")
-        text = f"this router has {self.state.limits.max_connections} connections, all that its limit of open files (ulimit -n) allows"
-        return ApiError(503, f"{text}; try again, or run more routers", type=contract_errors.OVERLOADED, code="too_many_connections", retry_after_s=1)
+        return too_many_connections(self.state.limits.max_connections)
 
     def _check_head(self) -> None:
         limit = self.state.limits.max_head_bytes
@@ -551,6 +574,9 @@ class DataProtocol(asyncio.Protocol):
             self._idle_late()
 
     def _body_late(self) -> None:
+        if self.state.bodies.is_stopped(self):
+            self._refuse(self.state.bodies.no_room())
+            return
         self._late("body", self.state.limits.body_timeout_s, "--body-timeout")
 
     def _late(self, part: str, seconds: float, flag: str) -> None:

@@ -11,6 +11,7 @@ import heapq
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 from fleet_router.decide.fleet import Decision, Fleet, Taken
@@ -21,6 +22,7 @@ from fleet_router.decide.peers import PeerBook
 from fleet_router.decide.queue import QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
 from fleet_router.replay.model import STEP_PER_CTX_TOKEN_S, STEP_PER_ROW_S, STEP_S, Job, Worker
+from fleet_router.replay.restart import Restart, RestartedChooser
 from fleet_router.replay.rules import Baseline
 from fleet_router.replay.trace import BLOCK_TOKENS, Request
 
@@ -60,6 +62,7 @@ class Options:
     brains: int = 1
     share_s: float = 0.005
     cut: tuple[float, float] = (0.0, 0.0)  # from, until: they do not hear one another
+    restart: Restart | None = None  # of the only one
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +214,10 @@ class OurChooser:
             out.append(self._take(request.tag, decision, now))
         return out
 
+    def waiting_jobs(self) -> list[Job]:
+        """Those in the queue."""
+        return [request.tag for queue in self.fleet.queues.values() for request in queue.waiting()]
+
     def poll(self) -> None:
         pass
 
@@ -305,6 +312,10 @@ class Simulation:
         elif rule in OURS:
             self.ours = OurChooser(rule, self.workers, machine, seed, options)
         self._chooser: Chooser = self.shared or self.ours or _BaselineChooser(Baseline(rule, self.workers, seed))
+        if options.restart is not None and self.ours is not None:
+            by_events = rule != "ours-history"
+            new = partial(OurChooser, rule, self.workers, machine, seed + 1, options)
+            self._chooser = RestartedChooser(self.ours, new, self.workers, options.restart, by_events=by_events)
         self._ends: list[tuple[float, int]] = []
         self._busy: dict[int, list[float]] = {}
         self._hit = 0

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet_contract.launch import RuntimeLaunch
+from fleet_contract.memory import memory_limit_bytes
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.worker import Profile
 from fleet_runtime.engine.base import F32, POOL_NONE, Bools, KvLayout, Progress, Sampling, StepInput, StepOutput, TopLogprobs
-from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
+from fleet_runtime.engine.memory import check_memory, pages_in
 from fleet_runtime.engine.native.library import (
     BAD_PAGE,
     DTYPE_BF16,

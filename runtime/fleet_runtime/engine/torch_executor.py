@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from fleet_contract.launch import RuntimeLaunch
+from fleet_contract.memory import memory_limit_bytes
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.worker import Profile
 from fleet_runtime.engine import sampler
@@ -35,7 +36,7 @@ from fleet_runtime.engine.base import (
     relayed,
 )  # fmt: skip
 from fleet_runtime.engine.kv_pool import KvPool, page_bytes
-from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in, step_bytes
+from fleet_runtime.engine.memory import check_memory, pages_in, step_bytes
 from fleet_runtime.engine.paged_attention import StepAttention
 from fleet_runtime.engine.profile import measured
 from fleet_runtime.errors import StartError

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fleet_contract.launch import RuntimeLaunch
+from fleet_contract.memory import memory_limit_bytes
 from fleet_runtime.engine.factory import make_executor
-from fleet_runtime.engine.memory import check_memory, memory_limit_bytes, pages_in
+from fleet_runtime.engine.memory import check_memory, pages_in
 from fleet_runtime.errors import StartError
 from fleet_runtime.models.simulated_tokenizer import SIMULATED_VOCAB_SIZE
 from fleet_testing.tiny_llama import Row, make_step

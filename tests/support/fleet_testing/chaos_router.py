@@ -1,10 +1,12 @@
 """`make chaos-router`: clients and workers are killed at random under load; at the end nothing may be left and no request without an end.
 
-    python -m fleet_testing.chaos_router [--seconds S] [--rate N] [--seed S] [--kill-every S]
+    python -m fleet_testing.chaos_router [--seconds S] [--rate N] [--seed S] [--kill-every S] [--workers N] [--kill-router-every S]
 
 A real router in front of real processes: plain workers and pairs of prefill and decode. Requests come at a fixed rate whatever becomes of
-them; some clients leave in the middle. Workers get SIGKILL and come back on the same port, or are stopped for a while. Prints one table
-and exits non-zero on a miss. `chaos` is the part that `make test` runs for a few seconds.
+them; some clients leave in the middle. Workers get SIGKILL and come back on the same port, or are stopped for a while. With
+--kill-router-every the router's own processes get the same: its edges, its brain, its control process; what is stopped there stays so until
+the router itself notices. Only a request that an edge had when it was killed may end without an answer. Prints one table and exits non-zero
+on a miss. `chaos` is the part that `make test` runs for a few seconds.
 """
 
 from __future__ import annotations
@@ -26,18 +28,34 @@ from typing import Final
 import httptools
 import httpx
 import psutil
+import uvloop
 
 from fleet_testing.cheap_worker import CheapWorker, tokenizer_file, told
 from fleet_testing.fake_worker import tiny_tokenizer_zip
 from fleet_testing.router_process import RouterProcess, until_async
 
+EDGE, BRAIN, CONTROL = "fleet_router.edge.edge", "fleet_router.brain.process", "fleet_router.control.control"
 ROLES: Final = ("unified", "unified", "prefill", "prefill", "decode", "decode")
 CHANCES: Final = {"errors": 0.01, "busy": 0.01, "cuts": 0.01, "seconds": 0.08}
-FLAGS: Final = ("--first-token-timeout", "4", "--silence-timeout", "4", "--queue-timeout", "2", "--busy-timeout", "4", "--poll-interval", "0.5")
+FLAGS: Final = (
+    "--first-token-timeout",
+    "4",
+    "--silence-timeout",
+    "4",
+    "--queue-timeout",
+    "2",
+    "--busy-timeout",
+    "4",
+    "--poll-interval",
+    "0.5",
+    "--hang-timeout",
+    "3",
+)
 LEAVERS: Final = 0.15
 STREAMS: Final = 0.5
 ANSWER_LIMIT_S: Final = 30.0  # longer than all the router's limits together
 MAX_GROWTH_BYTES: Final = 10 << 20
+LOST: Final = "lost with its edge"
 ENDS: Final = ("200", "200 cut", "500", "502", "503", "504")  # how a request may end in this world
 
 
@@ -55,8 +73,14 @@ class Chaos:
     left: dict[str, float] = field(default_factory=dict)
     warm_bytes: int = 0
     end_bytes: int = 0
-    same_processes: bool = True
+    router_kills: Counter[str] = field(default_factory=Counter)  # by process and signal
+    edge_deaths: list[tuple[float, float]] = field(default_factory=list)  # from the signal until the next one serves
+    restarts: int = 0  # that the router's log tells
     seconds: float = 0.0
+
+    def had_no_edge(self, began: float) -> bool:
+        """A request that began then (monotonic time) and ends now may have been with an edge that was killed."""
+        return any(began <= end for _, end in self.edge_deaths)
 
     def misses(self, *, memory: bool) -> list[str]:
         """Sentences, one a fault. memory: also judge the edge's growth (needs a warm-up of minutes)."""
@@ -67,8 +91,8 @@ class Chaos:
             out.append(f"{lost} requests have no end")
         if not self.ended["200"] or self.ended["200"] < 0.5 * self.sent:
             out.append(f"only {self.ended['200']} of {self.sent} requests were served: this shows nothing")
-        if not self.same_processes:
-            out.append("a process of the router was restarted")
+        if self.restarts != sum(self.router_kills.values()):
+            out.append(f"{self.restarts} processes of the router were restarted, {sum(self.router_kills.values())} were killed")
         if memory and self.end_bytes - self.warm_bytes > MAX_GROWTH_BYTES:
             out.append(f"the edge grew by {(self.end_bytes - self.warm_bytes) / 2**20:.1f} MiB; {MAX_GROWTH_BYTES >> 20} are allowed")
         return out
@@ -78,6 +102,7 @@ class Chaos:
         lines = [f"  sent {self.sent} in {self.seconds:.0f} s ({self.sent / max(1e-9, self.seconds):.0f} requests/s)"]
         lines += [f"  {kind:24} {count:8d}" for kind, count in sorted(self.ended.items())]
         lines.append(f"  {'workers killed, stopped':24} {self.killed:8d} {self.stopped}")
+        lines += [f"  {kind:24} {count:8d}" for kind, count in sorted(self.router_kills.items())]
         lines.append(f"  {'slowest end':24} {self.slowest_s:8.2f} s; to connect {self.slowest_connect_s:.2f} s")
         lines.append(f"  {'edge resident':24} {self.warm_bytes / 2**20:8.1f} MiB warm, {self.end_bytes / 2**20:.1f} MiB at the end")
         return "\n".join(lines + [f"  left: {name:24} {value:g}" for name, value in self.left.items()])
@@ -177,6 +202,9 @@ class Load:
             try:
                 _, client = await loop.create_connection(Client, "127.0.0.1", self._port)
             except OSError as e:
+                if chaos.had_no_edge(time.monotonic() - (loop.time() - began)):  # it was given to the one that was killed
+                    chaos.ended[LOST] += 1
+                    return
                 chaos.ended["no connection"] += 1
                 chaos.unexpected.append(f"a client could not connect: {e}")
                 return
@@ -199,9 +227,11 @@ class Load:
             how = f"no end within {ANSWER_LIMIT_S:g} s"
         if how == "closed without an answer" and not is_new:
             how = "kept connection closed"  # the router ends idle ones: a client's own race
+        if how == "closed without an answer" and chaos.had_no_edge(time.monotonic() - (loop.time() - began)):
+            how = LOST
         chaos.ended[how] += 1
         chaos.slowest_s = max(chaos.slowest_s, loop.time() - began)
-        if how not in ENDS and how != "kept connection closed":
+        if how not in (*ENDS, LOST, "kept connection closed"):
             chaos.unexpected.append(f"a request ended with {how!r}")
         if how.isdigit() and client.transport is not None:
             self._idle.append(client)
@@ -243,8 +273,35 @@ def _come_back(away: list[tuple[float, CheapWorker]], now: float) -> None:
             entry[1].send(signal.SIGCONT)
 
 
-async def chaos(folder: Path, seconds: float, rate: float, *, seed: int = 0, kill_every_s: float = 2.0) -> Chaos:
-    """The whole of it."""
+async def router_misfortune(router: RouterProcess, chaos: Chaos, rng: random.Random, every_s: float, edges: int, stop: asyncio.Event) -> None:
+    """Kills and stops the router's own processes, one at a time, until it is told to stop. What is stopped nobody lets go on but the router."""
+    turns: list[str] = []  # each has its turn
+    while not stop.is_set():
+        await asyncio.sleep(every_s * (0.5 + rng.random()))
+        if not turns:
+            turns = rng.sample(parts := [EDGE, EDGE, *([BRAIN] if edges > 1 else []), CONTROL], len(parts))
+        module = turns.pop()
+        victim = rng.choice(await asyncio.to_thread(router.children, module))
+        number = signal.SIGKILL if rng.random() < 0.7 else signal.SIGSTOP
+        began = time.monotonic()
+        if module == EDGE:
+            chaos.edge_deaths.append((began, float("inf")))
+        victim.send_signal(number)
+        chaos.router_kills[f"{module.split('.')[1]} {number.name}"] += 1
+        await asyncio.to_thread(psutil.wait_procs, [victim], 20)
+
+        async def whole() -> bool:
+            return await router.is_ready() and (edges == 1 or (await router.metrics()).get("edges") == edges)
+
+        await until_async(whole, f"the router is whole again after {number.name} of {module}")
+        if module == EDGE:
+            chaos.edge_deaths[-1] = (began, time.monotonic())
+
+
+async def chaos(
+    folder: Path, seconds: float, rate: float, *, seed: int = 0, kill_every_s: float = 2.0, edges: int = 1, kill_router_every_s: float = 0.0
+) -> Chaos:
+    """The whole of it. Args: edges: processes of the router that speak HTTP. kill_router_every_s: 0: they are let alone."""
     out, rng = Chaos(seconds=seconds), random.Random(seed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)  # a stall is no end of files
     tokenizer = tokenizer_file(folder, tiny_tokenizer_zip())
@@ -253,21 +310,24 @@ async def chaos(folder: Path, seconds: float, rate: float, *, seed: int = 0, kil
     try:
         for worker in workers:
             await asyncio.to_thread(worker.wait)
-        router = await RouterProcess.start(folder, "--static", ",".join(w.url for w in workers), *FLAGS)
+        router = await RouterProcess.start(folder, "--workers", str(edges), "--static", ",".join(w.url for w in workers), *FLAGS)
         await router.until_workers(len(workers))
-        children = psutil.Process(router.process.pid).children(recursive=True)
-        edges = [p for p in children if "fleet_router.control.control" not in p.cmdline()]
+        serving = [*router.children(EDGE), *router.children(BRAIN)]
         stop = asyncio.Event()
-        bad_luck = asyncio.create_task(misfortune(workers, out, rng, kill_every_s, stop))
+        bad_luck = [asyncio.create_task(misfortune(workers, out, rng, kill_every_s, stop))]
+        if kill_router_every_s:
+            bad_luck.append(asyncio.create_task(router_misfortune(router, out, rng, kill_router_every_s, edges, stop)))
         load = Load(router.data_port, out, rng)
         await load.run(seconds * 0.25, rate)
-        out.warm_bytes = sum(p.memory_info().rss for p in edges)
+        if not kill_router_every_s:
+            out.warm_bytes = sum(p.memory_info().rss for p in serving)
         await load.run(seconds * 0.75, rate)
         stop.set()
-        await bad_luck
+        await asyncio.gather(*bad_luck)
         await _settle(router, workers, out)
-        out.end_bytes = sum(p.memory_info().rss for p in edges if p.is_running())
-        out.same_processes = all(p.is_running() for p in children)
+        if not kill_router_every_s:
+            out.end_bytes = sum(p.memory_info().rss for p in serving if p.is_running())
+        out.restarts = router.log.read_text().count("it is restarted")
         if "Traceback" in router.log.read_text():
             out.unexpected.append(f"the router's log has a traceback: {router.log.read_text().partition('Traceback')[2][:1500]}")
     finally:
@@ -306,11 +366,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--rate", type=float, default=500.0, help="requests a second")
     parser.add_argument("--kill-every", type=float, default=2.0, help="seconds between two misfortunes of workers")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the router that speak HTTP")
+    parser.add_argument("--kill-router-every", type=float, default=0.0, help="seconds between two misfortunes of the router's own processes; 0: none")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     options = parser.parse_args(argv)
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="rf-chaos-") as folder:
-        out = asyncio.run(chaos(Path(folder), options.seconds, options.rate, seed=options.seed, kill_every_s=options.kill_every))
+        run = chaos(
+            Path(folder), options.seconds, options.rate, seed=options.seed, kill_every_s=options.kill_every,
+            edges=options.workers, kill_router_every_s=options.kill_router_every,
+        )  # fmt: skip
+        out = uvloop.run(run)
     print(out.table())
     misses = out.misses(memory=options.seconds >= 60)
     for miss in misses:

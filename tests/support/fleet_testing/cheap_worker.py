@@ -1,7 +1,8 @@
 """A scripted worker as a process of its own, cheap enough for hundreds of requests a second beside the router: it can be killed and stopped.
 
 `CheapWorker(folder, ...)` starts one and starts it again on its port. What a request gets is drawn by the chances it was started with:
-a whole answer or a stream, after a while, now and then an error, a busy word, or a connection that ends in the middle.
+a whole answer or a stream, after a while, now and then an error, a busy word, or a connection that ends in the middle. With `long` every
+stream has so many events and comes as fast as it is read.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class State:
         self.busy: float = options.busy
         self.cuts: float = options.cuts
         self.seconds: float = options.seconds
+        self.long: int = options.long
         self.running: set[Serving] = set()
         self.starts = self.aborts = self.gone = 0
 
@@ -61,6 +63,7 @@ class Serving(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.timer: asyncio.TimerHandle | None = None
         self.left = 0
+        self.paused = False
         self.cut_at = -1
         self._begin()
 
@@ -114,6 +117,12 @@ class Serving(asyncio.Protocol):
         state = self.state
         state.starts += 1
         state.running.add(self)
+        if stream and state.long:
+            assert self.transport is not None
+            self.transport.write(_STREAM_HEAD)
+            self.left = state.long
+            self._go_on()
+            return
         drawn = random.random()
         after = state.seconds * random.random()
         self.cut_at = random.randrange(EVENTS) if random.random() < state.cuts else -1
@@ -143,6 +152,24 @@ class Serving(asyncio.Protocol):
             self.state.running.discard(self)
         else:
             self.timer = self.loop.call_later(pause, self._event, pause)
+
+    def _go_on(self) -> None:
+        """A long stream as fast as it is read."""
+        while self.left > 0 and self.transport is not None and not self.paused:
+            self.transport.write(_CHUNK)
+            self.left -= 1
+        if not self.left and self.transport is not None:
+            self.left = -1
+            self.transport.write(_END)
+            self.state.running.discard(self)
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        if self.state.long:
+            self._go_on()
 
     def _answer(self, status: int, body: bytes) -> None:
         self.state.running.discard(self)
@@ -176,7 +203,14 @@ async def _live(options: argparse.Namespace) -> None:
 def main() -> None:
     """The process."""
     parser = argparse.ArgumentParser()
-    for name, kind, default in (("errors", float, 0.0), ("busy", float, 0.0), ("cuts", float, 0.0), ("seconds", float, 0.05), ("port", int, 0)):
+    for name, kind, default in (
+        ("errors", float, 0.0),
+        ("busy", float, 0.0),
+        ("cuts", float, 0.0),
+        ("seconds", float, 0.05),
+        ("port", int, 0),
+        ("long", int, 0),
+    ):
         parser.add_argument(f"--{name}", type=kind, default=default)
     for name in ("uid", "role", "tokenizer", "announce", "parent"):
         parser.add_argument(f"--{name}", required=True)

@@ -100,6 +100,8 @@ class Fleet:
         assert self.edge._server is not None
         self.edge._server.close()
         await self.edge.close()
+        await until(lambda: not self.edge.server_state.connections, "all connections are gone")
+        self.edge.server_state.bodies.check_integrity()
 
 
 MakeFleet = Callable[..., Awaitable[Fleet]]
