@@ -1,4 +1,4 @@
-"""What routing needs of a request's JSON, and the token ids of its prompt. The rest of the body stays as the client sent it.
+"""What routing needs of a request's JSON, and the token ids or the bytes of its prompt. The rest of the body stays as the client sent it.
 
 Top-level values are kept raw until somebody needs them. Wrong types that only the runtime cares about are the runtime's to refuse.
 """
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import extend_chain, namespace_hash
+from fleet_contract.prefix import BLOCK_BYTES, bytes_chain, bytes_namespace_hash, extend_chain, namespace_hash
 from fleet_contract.wire import encode_ids
+from fleet_router.api.canonical import canonical
 from fleet_router.api.dialects import Dialect, dialect_of
 from fleet_router.api.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
-from fleet_router.decide.keys import STRIDE
+from fleet_router.decide.keys import STRIDE, made_of
 from fleet_text.chat import ChatInputs, PromptError
 
 if TYPE_CHECKING:  # the brain imports this module without tokenizers
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # the brain imports this module without tokenizers
 
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
+MAX_KEYED_BYTES: Final = 8 << 20  # of a prompt that is not tokenised here: what is behind has no keys
+TOKENS_PER_BYTE: Final = 0.25  # of text, before anything is known of the model
 RESERVED_PREFIX: Final = "bootstrap_"
 RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 
@@ -57,12 +60,19 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
+    """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself: then `tokens` is an estimate."""
 
     tokens: int
     ids: bytes | None = None  # little-endian u32
-    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
+    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens, or of BLOCK_BYTES
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
+    key_tokens: float = 0.0  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
+    text_bytes: int = 0  # a prompt that is text alone, not tokenised here: its length, of which `tokens` is an estimate
+
+    @property
+    def made_of(self) -> str:
+        """What the keys are made of."""
+        return made_of(self.keys, self.key_tokens)
 
 
 def parse_body(path: Path, body: bytes) -> Parsed:
@@ -100,42 +110,100 @@ def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
     return model
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
-    """Token ids and keys of the prompt.
+async def read_prompt(
+    parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None, tokens_per_byte: float = TOKENS_PER_BYTE
+) -> Prompt:
+    """Token ids and keys of the prompt; where it cannot be tokenised here, keys of its bytes.
 
     Args:
         parsed: of `parse_body`.
-        encoder: of the model revision that will serve; None while it is not here yet.
+        encoder: of the model revision that will serve; None while it is not here yet, or where there is none.
         model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
         chains: chats of before, of the same encoder: only what a chat adds is tokenised.
+        tokens_per_byte: of that model, for what is not tokenised.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
-    size, fields = len(parsed.body), parsed.fields
-    estimate = Prompt(max(1, size // 4))
-    if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
-        return estimate
-    try:
-        salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
-        namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
-        choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
-        if size > INLINE_CHAT_BYTES:
-            ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
-        else:
-            what = prompt_of(parsed.route, fields)
-            if isinstance(what, ChatInputs) and chains is not None:
-                reading, several = chains.look(encoder.render_chat(what), namespace), 1
-                ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
-            elif size > INLINE_BYTES:
-                ids, keys, several = await asyncio.to_thread(_encode, what, encoder, namespace, chains)
+    if parsed.kind is not Kind.ANY:
+        try:
+            if encoder is not None and parsed.route.prompt is not None:
+                prompt = await _by_tokens(parsed, encoder, model_revision, chains, tokens_per_byte)
+                if prompt is not None:
+                    return prompt
+        except (PromptError, TypeError, ValueError, RecursionError):
+            pass  # the model's template refuses it, or reads only text: its bytes are a prompt all the same
+        try:
+            if parsed.route.layout is None:
+                pass
+            elif len(parsed.body) > INLINE_CHAT_BYTES:
+                return await asyncio.to_thread(_by_bytes, parsed, model_revision, tokens_per_byte)
             else:
-                ids, keys, several = _encode(what, encoder, namespace, chains)
-    except (PromptError, TypeError, ValueError, RecursionError):
-        return estimate  # no JSON, or the model's template refuses it: the runtime says why
+                return _by_bytes(parsed, model_revision, tokens_per_byte)
+        except (TypeError, ValueError, RecursionError):
+            pass  # no JSON: the runtime says why
+    return Prompt(_estimate(len(parsed.body), tokens_per_byte))
+
+
+async def _by_tokens(parsed: Parsed, encoder: PromptEncoder, model_revision: str, chains: ChatChains | None, tokens_per_byte: float) -> Prompt | None:
+    """None when it has no prompt that can be tokenised here. Raises what decoding and templates raise."""
+    size, fields = len(parsed.body), parsed.fields
+    namespace, choices = _namespace(model_revision, _salt(fields)), _choices(fields)
+    if size > INLINE_CHAT_BYTES:
+        ids, keys, several = await asyncio.to_thread(lambda: _encode(prompt_of(parsed.route, fields), encoder, namespace, chains))
+    else:
+        what = prompt_of(parsed.route, fields)
+        if isinstance(what, ChatInputs) and chains is not None:
+            reading, several = chains.look(encoder.render_chat(what), namespace), 1
+            ids, keys = await asyncio.to_thread(chains.read, reading) if reading.missing_chars > INLINE_BYTES else chains.read(reading)
+        elif size > INLINE_BYTES:
+            ids, keys, several = await asyncio.to_thread(_encode, what, encoder, namespace, chains)
+        else:
+            ids, keys, several = _encode(what, encoder, namespace, chains)
     if not several:
-        return estimate
+        return None
     choices = min(MAX_CHOICES, choices * several)
-    return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(estimate.tokens, choices=choices)
+    return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(_estimate(size, tokens_per_byte), choices=choices)
+
+
+def _by_bytes(parsed: Parsed, model_revision: str, tokens_per_byte: float) -> Prompt:
+    """Keys of canonical bytes. A list of ids needs no tokenizer: its keys are of tokens. Raises what decoding raises."""
+    route, fields = parsed.route, parsed.fields
+    layout = route.layout
+    assert layout is not None
+    choices, salt = _choices(fields), _salt(fields)
+    estimate = _estimate(len(parsed.body), tokens_per_byte)
+    if not layout.is_chat and (name := next((n for n in layout.prompt if n in fields), "")) and bytes(fields[name])[:1] == b"[":
+        what = prompt_of(route, fields)
+        if isinstance(what, Several):
+            return Prompt(estimate, choices=min(MAX_CHOICES, choices * what.count))
+        if isinstance(what, list):
+            packed = encode_ids(what)
+            return Prompt(len(what), packed, _keys(_namespace(model_revision, salt), packed), choices)
+    found = canonical(layout, fields)
+    if found is None:
+        return Prompt(estimate, choices=choices)
+    keys = bytes_chain(_namespace_of_bytes(model_revision, salt), found.data[:MAX_KEYED_BYTES])
+    size = len(found.data)
+    return Prompt(_estimate(size, tokens_per_byte), None, keys, choices, BLOCK_BYTES * tokens_per_byte, size if found.is_text else 0)
+
+
+def _estimate(size_bytes: int, tokens_per_byte: float) -> int:
+    return max(1, int(size_bytes * tokens_per_byte))
+
+
+def _salt(fields: dict[str, msgspec.Raw]) -> str:
+    salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
+    return salt if isinstance(salt, str) else ""
+
+
+def _choices(fields: dict[str, msgspec.Raw]) -> int:
+    """Of each prompt; the runtime computes all of best_of."""
+    return max(_count(fields, "n"), _count(fields, "best_of"))
+
+
+@lru_cache(maxsize=1024)
+def _namespace_of_bytes(model_revision: str, salt: str) -> int:
+    return bytes_namespace_hash(model_revision, salt=salt)
 
 
 @lru_cache(maxsize=1024)
@@ -152,7 +220,11 @@ def _encode(what: What | None, encoder: PromptEncoder, namespace: int, chains: C
     if isinstance(what, ChatInputs) and chains is not None:
         return (*chains.read(chains.look(encoder.render_chat(what), namespace)), 1)
     packed = encode_ids(_ids(what, encoder))
-    return packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), 1
+    return packed, _keys(namespace, packed), 1
+
+
+def _keys(namespace: int, packed: bytes) -> tuple[int, ...]:
+    return tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE])
 
 
 def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int]:

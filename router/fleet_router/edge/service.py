@@ -31,6 +31,7 @@ from fleet_router.edge.callers import HEADER_CLASS, Caller
 from fleet_router.edge.encoders import Encoders
 from fleet_router.edge.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.edge.running import Running, RunningOne
+from fleet_router.edge.token_rates import TokenRates
 from fleet_router.edge.trace_context import passed_on
 from fleet_router.edge.traces import Span, Traces
 from fleet_router.http.client import Pool
@@ -47,7 +48,9 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 PROBE_LIMIT_S: Final = 25.0
-_TOLD: Final = f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
+_TOLD: Final = (
+    f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_KEYS}: %b\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
+)
 _reserved: Final = names.HEADER_PREFIX.lower().encode()
 
 
@@ -81,6 +84,7 @@ class DataService:
         self._loop = pool.loop
         self.aborter = Aborter(pool, desk.counters)
         self.running = Running()
+        self.rates = TokenRates()
         self.retries = RetryBudget(settings.workers)
 
     async def handle(self, request: Request, exchange: Exchange) -> None:
@@ -207,16 +211,20 @@ class DataService:
             with lease:
                 left = max(0.001, trail.deadline - loop.time())
                 attempt = Attempt(self.pool, self.aborter, exchange, lease, Timing(left, self.settings.silence_timeout, self.settings.answer_timeout))
-                exchange.head_lines = _told(parsed, lease, exchange.request.request_id)
+                exchange.head_lines = _told(parsed, prompt, lease, exchange.request.request_id)
                 one.attempt = attempt
                 outcome = await attempt.run(parsed, prompt)
                 one.attempt = None
             trail.made = attempt.made
+            prompt_tokens = prompt.tokens
+            if attempt.prompt_tokens is not None:
+                prompt_tokens = attempt.prompt_tokens
+                self.rates.learn(lease.serving.worker.record.model_revision, prompt.text_bytes, prompt_tokens)
             if trail.span is not None:
                 trail.span.moments.first_byte = attempt.first_byte_at or 0.0
             if trail.charged is not None and (outcome.gone or outcome.failure is None):
                 made = attempt.made if attempt.made is not None else attempt.events
-                trail.caller.settle(trail.charged, prompt.tokens + (made if parsed.kind is Kind.GENERATE else 0))
+                trail.caller.settle(trail.charged, prompt_tokens + (made if parsed.kind is Kind.GENERATE else 0))
                 trail.charged = None
             if outcome.gone:
                 self.desk.counters.add("client_gone_total")
@@ -248,8 +256,7 @@ class DataService:
                 model_revision = self._model_revision(service, revision)
                 prompt = prompts.get(model_revision)
                 if prompt is None:
-                    prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
-                    prompts[model_revision] = prompt
+                    prompt = prompts[model_revision] = await self._read(parsed, model_revision)
                 if trail.charged is None and parsed.kind is not Kind.ANY:
                     charge = prompt.tokens + (parsed.answer_tokens if parsed.kind is Kind.GENERATE else 0)
                     trail.caller.charge(charge, loop.time())
@@ -258,6 +265,7 @@ class DataService:
                     service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
                     exchange.request.request_id, any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED,
                     silent=not parsed.stream, tenant=trail.caller.tenant, klass=trail.klass, size_bytes=len(parsed.body),
+                    key_tokens=prompt.key_tokens,
                 )  # fmt: skip
                 asked = loop.time()
                 lease = await self.desk.acquire(want, max(0.001, min(self.settings.busy_timeout, trail.deadline - loop.time())))
@@ -300,6 +308,11 @@ class DataService:
                 self.encoders.want(w.record, w.host)
                 return str(w.record.model_revision)
         return ""
+
+    async def _read(self, parsed: Parsed, model_revision: str) -> Prompt:
+        """The prompt as workers of a model will see it."""
+        encoder, chains = self.encoders.get(model_revision), self.encoders.chains(model_revision)
+        return await read_prompt(parsed, encoder, model_revision, chains, self.rates.get(model_revision))
 
     def _note(self, failure: Failure) -> None:
         """Tells registry and brain what a failure says about the worker."""
@@ -382,17 +395,19 @@ class DataService:
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
         model_revision = self._model_revision(service, revision)
-        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
-        decision = await self.desk.explain(Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys))
+        prompt = await self._read(parsed, model_revision)
+        want = Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, key_tokens=prompt.key_tokens)
+        decision = await self.desk.explain(want)
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)
         return {**decision, "tokenized": prompt.ids is not None}
 
 
-def _told(parsed: Parsed, lease: Lease, request_id: str) -> bytes:
-    """Header lines of an answer: who gives it, what it should have cached, how long it waited."""
+def _told(parsed: Parsed, prompt: Prompt, lease: Lease, request_id: str) -> bytes:
+    """Header lines of an answer: who gives it, what it should have cached and how that is known, how long it waited."""
     lines = _TOLD % (
-        lease.serving.worker.name.encode("latin-1", "replace"), lease.predicted_tokens, lease.waited_s * 1000,
+        lease.serving.worker.name.encode("latin-1", "replace"), lease.predicted_tokens, prompt.made_of.encode(),
+        lease.waited_s * 1000,
     )  # fmt: skip
     more = parsed.dialect.more_id_header
     return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines
