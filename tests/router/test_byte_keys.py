@@ -19,15 +19,19 @@ from fleet_router.api.body import TOKENS_PER_BYTE, Parsed, Prompt, parse_body, r
 from fleet_router.api.canonical import MEDIA_BYTES, canonical
 from fleet_router.api.dialects import ANTHROPIC, OPENAI, RESPONSES
 from fleet_router.api.paths import CHAT, COMPLETIONS, PATHS
+from fleet_router.decide.fleet import Fleet as Deciding
 from fleet_router.decide.index import GPU, PrefixIndex
 from fleet_router.decide.keys import STRIDE
+from fleet_router.decide.load import Speed
+from fleet_router.decide.queue import Waiting
+from fleet_router.decide.rule import Ask, Member, Pool
 from fleet_router.edge.token_rates import MAX_TOKENS_PER_BYTE, TokenRates
 from fleet_testing.engines.kv_publisher import KvPublisher
 from fleet_testing.engines.server import PrefixCache
 from fleet_testing.engines.sglang import FakeSglang
 from fleet_testing.engines.vllm import FakeVllm
 from fleet_testing.fake_worker import tiny_tokenizer_zip
-from fleet_testing.router_fleet import Fleet
+from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until
 
 REV = "0123456789abcdef"
@@ -434,3 +438,40 @@ async def test_prompts_that_a_tokenizer_cannot_read_have_keys_of_bytes_beside_th
         assert [a.headers["x-router-keys"] for a in answers] == [made_of] * 4
         assert len({a.headers["x-router-worker"] for a in answers}) == 1
         assert [int(a.headers["x-router-hit-tokens"]) > 0 for a in answers] == [False, True, True, True]
+
+
+@pytest.mark.rule("R35")
+def test_r35_requests_that_wait_are_known_by_their_bytes() -> None:
+    fleet = Deciding(lambda n: 0)
+    for slot in range(3):
+        fleet.add_worker(slot, Speed(1000.0, 0.01, 0.0, 0.0, 100_000), by_history=False, learn=False)
+    members = tuple(Member(slot, f"w{slot}", "unified") for slot in range(3))
+    fleet.set_pools({"p": Pool(members)})
+    keys, ask = bytes_chain(1, b"z" * 256 * 40), Ask(2000, 10, 48.0)
+    first = fleet.decide(Pool(members[1:2]), ask, keys, 0.0)
+    assert first is not None
+    fleet.release(fleet.take(first, keys, 0.0))
+    busy = [fleet.load.slots[slot].pick(3000, 3000, 3000, 0.0) for slot in range(3)]
+    assert fleet.offer("p", Waiting(ask, keys, 0.0, 60.0), 0.0) is None
+    for slot, pick in enumerate(busy):
+        fleet.load.slots[slot].release(pick)
+    found = fleet.pump("p", 1.0)
+    assert found is not None and found[1].chosen.first == 1 and found[1].hits.gpu[:3].tolist() == [0.0, 40 * 48.0, 0.0]
+    taken = fleet.take(found[1], keys, 1.0, key="p")
+    assert taken.predicted_tokens == 40 * 48
+    fleet.release(taken)
+    fleet.check_integrity()
+
+
+async def test_prompts_of_our_workers_are_compared_by_bytes_until_their_tokenizer_is_here(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    workers = [await make_worker() for _ in range(2)]
+    fleet = await make_fleet(*workers)
+    revision = workers[0].record.model_revision
+    ready = fleet.edge.encoders._ready.pop(revision)
+    fleet.edge.encoders.want = lambda *args: None  # type: ignore[method-assign]
+    told = [(await fleet.chat("one long question " * 60)).headers for _ in range(3)]
+    fleet.edge.encoders.put(revision, *ready)
+    told += [(await fleet.chat("one long question " * 60)).headers for _ in range(3)]
+    assert [t["x-router-keys"] for t in told] == ["bytes"] * 3 + ["tokens"] * 3
+    assert len({t["x-router-worker"] for t in told[:3]}) == len({t["x-router-worker"] for t in told[3:]}) == 1
+    assert [int(t["x-router-hit-tokens"]) > 0 for t in told] == [False, True, True] * 2

@@ -171,17 +171,16 @@ def _by_bytes(parsed: Parsed, model_revision: str, tokens_per_byte: float) -> Pr
     layout = route.layout
     assert layout is not None
     choices, salt = _choices(fields), _salt(fields)
-    estimate = _estimate(len(parsed.body), tokens_per_byte)
     if not layout.is_chat and (name := next((n for n in layout.prompt if n in fields), "")) and bytes(fields[name])[:1] == b"[":
         what = prompt_of(route, fields)
         if isinstance(what, Several):
-            return Prompt(estimate, choices=min(MAX_CHOICES, choices * what.count))
+            return Prompt(_estimate(len(parsed.body), tokens_per_byte), choices=min(MAX_CHOICES, choices * what.count))
         if isinstance(what, list):
             packed = encode_ids(what)
             return Prompt(len(what), packed, _keys(_namespace(model_revision, salt), packed), choices)
     found = canonical(layout, fields)
     if found is None:
-        return Prompt(estimate, choices=choices)
+        return Prompt(_estimate(len(parsed.body), tokens_per_byte), choices=choices)
     keys = bytes_chain(_namespace_of_bytes(model_revision, salt), found.data[:MAX_KEYED_BYTES])
     size = len(found.data)
     return Prompt(_estimate(size, tokens_per_byte), None, keys, choices, BLOCK_BYTES * tokens_per_byte, size if found.is_text else 0)
@@ -198,7 +197,7 @@ def _salt(fields: dict[str, msgspec.Raw]) -> str:
 
 def _choices(fields: dict[str, msgspec.Raw]) -> int:
     """Of each prompt; the runtime computes all of best_of."""
-    return max(_count(fields, "n"), _count(fields, "best_of"))
+    return max(_count(fields, "n"), _count(fields, "best_of")) if "n" in fields or "best_of" in fields else 1
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
 
 from fleet_router.api.body import TOKENS_PER_BYTE
@@ -18,20 +17,25 @@ class TokenRates:
     """See the module. An edge learns from its own requests."""
 
     def __init__(self) -> None:
-        self._sums: OrderedDict[str, tuple[float, float]] = OrderedDict()  # model revision -> tokens, bytes
+        self._sums: dict[str, list[float]] = {}  # model revision -> tokens, bytes
 
     def get(self, model_revision: str) -> float:
         """Tokens per byte, as far as known."""
-        tokens, size = self._sums.get(model_revision, (TOKENS_PER_BYTE, 1.0))
-        return tokens / size
+        sums = self._sums.get(model_revision)
+        return sums[0] / sums[1] if sums is not None else TOKENS_PER_BYTE
 
     def learn(self, model_revision: str, size_bytes: int, tokens: int) -> None:
         """A worker counted a prompt of so many bytes. What cannot be is bounded, so that one worker's nonsense does not last."""
         if size_bytes <= 0 or tokens <= 0:
             return
-        told = min(max(tokens, size_bytes * MIN_TOKENS_PER_BYTE), size_bytes * MAX_TOKENS_PER_BYTE)
-        known, size = self._sums.pop(model_revision, (TOKENS_PER_BYTE * PRIOR_BYTES, float(PRIOR_BYTES)))
-        keep = min(1.0, MEMORY_BYTES / (size + size_bytes))
-        self._sums[model_revision] = (known * keep + told, size * keep + size_bytes)
-        if len(self._sums) > MAX_MODELS:
-            self._sums.popitem(last=False)
+        sums = self._sums.get(model_revision)
+        if sums is None:
+            if len(self._sums) >= MAX_MODELS:
+                del self._sums[next(iter(self._sums))]
+            sums = self._sums[model_revision] = [TOKENS_PER_BYTE * PRIOR_BYTES, float(PRIOR_BYTES)]
+        sums[0] += min(max(tokens, size_bytes * MIN_TOKENS_PER_BYTE), size_bytes * MAX_TOKENS_PER_BYTE)
+        sums[1] += size_bytes
+        if sums[1] > MEMORY_BYTES:
+            keep = MEMORY_BYTES / sums[1]
+            sums[0] *= keep
+            sums[1] *= keep
