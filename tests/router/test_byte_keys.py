@@ -475,3 +475,13 @@ async def test_prompts_of_our_workers_are_compared_by_bytes_until_their_tokenize
     assert [t["x-router-keys"] for t in told] == ["bytes"] * 3 + ["tokens"] * 3
     assert len({t["x-router-worker"] for t in told[:3]}) == len({t["x-router-worker"] for t in told[3:]}) == 1
     assert [int(t["x-router-hit-tokens"]) > 0 for t in told] == [False, True, True] * 2
+
+
+def test_a_picture_weighs_the_same_whatever_its_size_and_a_written_document_what_it_says() -> None:
+    def size(**fields: Any) -> int:
+        return len(data_of("/v1/messages", messages=[{"role": "user", "content": [fields]}]))
+
+    small, large = (size(type="image", source={"type": "base64", "data": "A" * n}) for n in (10, 100_000))
+    assert small == large and MEDIA_BYTES <= small < MEDIA_BYTES + 50
+    short, long = (size(type="document", source={"type": "text", "data": "A" * n}) for n in (10, 100_000))
+    assert long - short == 99_990
