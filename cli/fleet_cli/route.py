@@ -53,7 +53,8 @@ def _only_model(url: str) -> str:
 def words(answer: dict[str, Any]) -> list[str]:
     """The decision for people. Pure."""
     chosen = [w["worker"] for w in answer["workers"] if w["chosen"]]
-    read = "" if answer["tokenized"] else " (an estimate: the router has no tokenizer of this model yet, or the body holds no single prompt)"
+    estimate = " (an estimate: the router has no tokenizer of this model yet, or the body holds no single prompt"
+    read = "" if answer["tokenized"] else estimate + ("; prefixes are told by their bytes)" if answer.get("keys") == "bytes" else ")")
     equals = f"; {answer['equals']} more would do as well" if answer["equals"] else ""
     lines = [
         f"service {answer['service']}, revision {answer['revision'] or '-'}: {answer['promptTokens']:,} prompt tokens{read}, "

@@ -105,6 +105,7 @@ CONTENT_TYPE_IDS: Final = "application/vnd.radixfleet.ids"
 HEADER_PRIORITY_CLASS: Final = "X-Priority-Class"
 HEADER_TOLD_WORKER: Final = "X-Router-Worker"  # who gives the answer
 HEADER_TOLD_HITS: Final = "X-Router-Hit-Tokens"  # what it should have cached of the prompt
+HEADER_TOLD_KEYS: Final = "X-Router-Keys"  # what it compares prompts by: tokens, bytes, or none
 HEADER_TOLD_QUEUE: Final = "X-Router-Queue-Ms"  # how long the request waited because all were busy
 PRIORITY_CLASSES: Final = ("system", "interactive", "default", "batch")  # highest first
 

@@ -1,7 +1,8 @@
 """Prefix keys: the chain hash of the 16-token pages of a prompt (RFC 1527: XXH3-64, seed 1337).
 
 The one implementation; the router's index and the runtime's KV events both use it. A key names a whole prefix: equal keys,
-equal prefixes (up to collisions, which cost one bad route and never a wrong answer).
+equal prefixes (up to collisions, which cost one bad route and never a wrong answer). Where a prompt has no token ids, the router makes
+keys of its bytes instead, in a namespace of their own: a key of bytes is never one of tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fleet_contract.names import PAGE_SIZE
 from fleet_contract.wire import encode_ids
 
 SEED: Final = 1337
+BLOCK_BYTES: Final = 256  # of a key of bytes: about as much text as four pages
 _pair = struct.Struct("<QQ")
 _xxh3 = xxhash.xxh3_64_intdigest
 
@@ -48,3 +50,18 @@ def extend_chain(previous: int, data: bytes, *, page_size: int = PAGE_SIZE) -> a
         previous = _xxh3(_pair.pack(previous, _xxh3(data[start : start + width], seed=SEED)), seed=SEED)
         out.append(previous)
     return out
+
+
+def bytes_namespace_hash(model_revision: str, lora: str = "", salt: str = "") -> int:
+    """The same as `namespace_hash`, for keys of bytes."""
+    return _xxh3(msgspec.msgpack.encode([model_revision, lora, salt, "bytes"]), seed=SEED)
+
+
+def bytes_chain(namespace: int, data: bytes) -> tuple[int, ...]:
+    """Keys of the whole blocks of BLOCK_BYTES of a prompt; a partial last block has none. Each block is hashed with the key before it as the seed."""
+    keys: list[int] = []
+    key = namespace
+    for end in range(BLOCK_BYTES, len(data) + 1, BLOCK_BYTES):
+        key = _xxh3(data[end - BLOCK_BYTES : end], key)
+        keys.append(key)
+    return tuple(keys)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fleet_router.decide.keys import made_of
 from fleet_router.metrics import Counters
 from fleet_router.table import Service, ServiceKey, Table, WorkerView
 
@@ -32,6 +33,12 @@ class Want:
     tenant: str = ""
     klass: str = "default"
     size_bytes: int = 0
+    key_tokens: float = 0.0  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
+
+    @property
+    def made_of(self) -> str:
+        """What the keys are made of."""
+        return made_of(self.keys, self.key_tokens)
 
 
 @dataclass(slots=True, eq=False)

@@ -126,6 +126,7 @@ class WantFacts(Struct, array_like=True):
     tenant: str
     klass: str
     size_bytes: int
+    key_tokens: float
 
 
 class Acquire(Struct, tag=8, array_like=True):

@@ -51,7 +51,7 @@ _HELP: Final = {
     "connections": "Open connections of the data port.",
     "edges": "Processes that speak HTTP, where there are several.",
     "workers": "Workers by their state.",
-    "index_keys": "Prefixes that the index knows, in blocks of 64 tokens.",
+    "index_keys": "Prefixes that the index knows, in blocks of 64 tokens or 256 bytes.",
     "up": "0: the deciding process does not answer.",
 }
 

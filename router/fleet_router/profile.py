@@ -215,9 +215,10 @@ def stages(rig: Rig, encoder: PromptEncoder | None, count: int) -> list[tuple[st
         ("  a head not seen before", head_us(rig.edge.server_state, count, known=False)),
         ("JSON", best_us(lambda: parse_body(CHAT, parsed.body), count)),
     ]
-    prompt = Prompt(700)
-    if encoder is not None:
-        chains = rig.edge.encoders.chains(REVISION)
+    chains = rig.edge.encoders.chains(REVISION)
+    if encoder is None:
+        out.append(("keys of its bytes", best_us(lambda: begin_prompt(parsed, None, REVISION), count)))
+    else:
         messages = msgspec.json.decode(parsed.body)["messages"]
         inputs = chat_inputs({"messages": messages})
         text = encoder.render_chat(inputs)
@@ -230,9 +231,9 @@ def stages(rig: Rig, encoder: PromptEncoder | None, count: int) -> list[tuple[st
         if (words := find_words(encoder)) is not None:
             out.append(("  a new text of known words", best_us(lambda: words.encode(text), count)))
         out.append(("  a new text, without a table of words", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
-        prompt = cast(Prompt, begin_prompt(parsed, encoder, REVISION, chains))
+    prompt = cast(Prompt, begin_prompt(parsed, encoder, REVISION, chains))
     service = next(iter(rig.edge.brain.table.services.values()))
-    want = Want(service.facts.key, prompt.tokens, 16, "r1", prompt.keys, silent=True)
+    want = Want(service.facts.key, prompt.tokens, 16, "r1", prompt.keys, silent=True, key_tokens=prompt.key_tokens)
 
     def choose() -> None:
         lease = rig.edge.brain.begin(want, 1.0)

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fleet_contract.wire import encode_ids
-from fleet_router.api.body import Prompt, parse_body, read_prompt
+from fleet_router.api.body import Prompt, parse_body
 from fleet_router.api.paths import CHAT, COMPLETIONS, PATHS
+from fleet_testing.prompts import read_prompt
 from fleet_text.chat import chat_inputs
 from fleet_text.prompt import PromptEncoder
 

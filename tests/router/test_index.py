@@ -349,6 +349,7 @@ class NaiveIndex:
 
 PROMPTS = [keys(*p) for p in ((0,), (0, 1), (0, 1, 2), (0, 1, 3), (4, 5), (4, 5, 6, 7, 8))]
 SLOTS = st.integers(0, 2)
+NAMES = (1 << 64) - 1
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -357,6 +358,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.real, self.naive = PrefixIndex(), NaiveIndex()
+        self.in_bytes: dict[int, set[int]] = {}  # slot -> keys of bytes; they share the table with the others
         self.open: list[tuple[int, Any, list[int]]] = []
 
     @rule(slot=SLOTS)
@@ -370,11 +372,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.real.remove_slot(slot)
         self.naive.refs.pop(slot, None)
         self.naive.expected.pop(slot, None)
+        self.in_bytes.pop(slot, None)
         self.open = [o for o in self.open if o[0] != slot]
 
     @rule(slot=SLOTS)
     def clear(self, slot: int) -> None:
         self.real.clear(slot)
+        self.in_bytes.pop(slot, None)
         if slot in self.naive.refs:
             self.naive.refs[slot], self.naive.expected[slot] = Counter(), []
             self.open = [o for o in self.open if o[0] != slot]
@@ -406,6 +410,17 @@ class IndexMachine(RuleBasedStateMachine):
             if found is not None:
                 self.naive.expected[slot].append(prompt[hit:])
                 self.open.append((slot, found, prompt[hit:]))
+
+    @rule(slot=SLOTS, prompt=st.sampled_from(PROMPTS), key_tokens=st.sampled_from([40.0, 64.0]))
+    def expect_bytes(self, slot: int, prompt: list[int], key_tokens: float) -> None:
+        assert self.real.expect(slot, [~key & NAMES for key in prompt], 0, key_tokens) is None
+        if slot in self.naive.refs:
+            self.in_bytes.setdefault(slot, set()).update(~key & NAMES for key in prompt)
+
+    @rule(prompt=st.sampled_from(PROMPTS))
+    def look_up_bytes(self, prompt: list[int]) -> None:
+        gpu, _, _ = self.real.hits([~key & NAMES for key in prompt], 3, 50.0)
+        assert gpu.tolist() == [50.0 * sum(~key & NAMES in self.in_bytes.get(slot, ()) for key in prompt) for slot in range(3)]
 
     @rule()
     def cancel_last(self) -> None:

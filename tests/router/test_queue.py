@@ -259,7 +259,7 @@ def test_an_aged_request_moves_up_one_class() -> None:
 
 @pytest.mark.rule("R18")
 def test_r18_the_queue_is_bounded_in_count_bytes_and_per_tenant() -> None:
-    queue = CacheQueue(LoadTable(), QueueRules(max_requests=3, max_bytes=1000, max_requests_per_tenant=2), lambda keys: Hits(np.zeros(8)))
+    queue = CacheQueue(LoadTable(), QueueRules(max_requests=3, max_bytes=1000, max_requests_per_tenant=2), lambda keys, key_tokens: Hits(np.zeros(8)))
 
     def put(tenant: str, size: int = 1) -> Waiting:
         request = Waiting(Ask(10, 10), (), 0.0, 5.0, tenant=tenant, size_bytes=size)

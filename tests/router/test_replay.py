@@ -122,8 +122,9 @@ def test_r14_learned_speeds_help_where_half_of_the_workers_are_slow() -> None:
 
 def test_history_loses_little_against_events() -> None:
     log = busy_log()
-    events, history = run(log, "ours"), run(log, "ours-history")
+    events, history, in_bytes = run(log, "ours"), run(log, "ours-history"), run(log, "ours-bytes")
     assert history.hit_share > events.hit_share - 0.03
+    assert in_bytes.hit_share > events.hit_share - 0.03, "nor do lengths that are 15 % off"
 
 
 # -- logs

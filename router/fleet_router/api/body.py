@@ -1,11 +1,10 @@
-"""What routing needs of a request's JSON, and the token ids of its prompt. The rest of the body stays as the client sent it.
+"""What routing needs of a request's JSON, and the token ids or the bytes of its prompt. The rest of the body stays as the client sent it.
 
 Top-level values are kept raw until somebody needs them. Wrong types that only the runtime cares about are the runtime's to refuse.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fleet_contract.errors import ApiError
-from fleet_contract.prefix import extend_chain, namespace_hash
+from fleet_contract.prefix import BLOCK_BYTES, bytes_chain, bytes_namespace_hash, extend_chain, namespace_hash
 from fleet_contract.wire import encode_ids
+from fleet_router.api.canonical import canonical
 from fleet_router.api.dialects import Dialect, dialect_of
 from fleet_router.api.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
-from fleet_router.decide.keys import STRIDE
+from fleet_router.decide.keys import STRIDE, made_of
 from fleet_text.chat import ChatInputs, PromptError
 
 if TYPE_CHECKING:  # the brain imports this module without tokenizers
@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # the brain imports this module without tokenizers
 
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
+MAX_KEYED_BYTES: Final = 8 << 20  # of a prompt that is not tokenised here: what is behind has no keys
+TOKENS_PER_BYTE: Final = 0.25  # of text, before anything is known of the model
 RESERVED_PREFIX: Final = "bootstrap_"
 RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 
@@ -57,12 +59,19 @@ class Parsed:
 
 @dataclass(slots=True)
 class Prompt:
-    """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself."""
+    """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself: then `tokens` is an estimate."""
 
     tokens: int
     ids: bytes | None = None  # little-endian u32
-    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens
+    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens, or of BLOCK_BYTES
     choices: int = 1  # answers asked for: prompts times n, each with a room of its own
+    key_tokens: float = 0.0  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
+    text_bytes: int = 0  # a prompt that is text alone, not tokenised here: its length, of which `tokens` is an estimate
+
+    @property
+    def made_of(self) -> str:
+        """What the keys are made of."""
+        return made_of(self.keys, self.key_tokens)
 
 
 def parse_body(path: Path, body: bytes) -> Parsed:
@@ -101,89 +110,125 @@ def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
 
 
 LongPrompt = Callable[[], Prompt]  # what is left to do, for a thread
+_REFUSED: Final = (PromptError, TypeError, ValueError, RecursionError)  # no JSON, or the model's template refuses it, or reads only text
 
 
-def begin_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt | LongPrompt:
-    """Token ids and keys of the prompt; for a long one, the work that makes them.
+def begin_prompt(
+    parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None, tokens_per_byte: float = TOKENS_PER_BYTE
+) -> Prompt | LongPrompt:
+    """Token ids and keys of the prompt; where it cannot be tokenised here, keys of its bytes. For a long one, the work that makes them.
 
     Args:
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
         model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
         chains: chats of before, of the same encoder: only what a chat adds is tokenised.
+        tokens_per_byte: of prompts of this model, as learned.
     Returns:
         Only a length estimate when the body has no single prompt that we can read: the runtime then gives the exact answer or error.
     """
-    size, fields = len(parsed.body), parsed.fields
-    estimate = Prompt(max(1, size // 4))
-    if encoder is None or parsed.route.prompt is None or parsed.kind is Kind.ANY:
-        return estimate
-    try:
-        salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
-        namespace = _namespace(model_revision, salt if isinstance(salt, str) else "")
-        choices = max(_count(fields, "n"), _count(fields, "best_of"))  # the runtime computes all of best_of
-        encode = _Encode(estimate, encoder, namespace, chains, choices)
-        if size > INLINE_CHAT_BYTES:
-            return lambda: encode.fields(parsed.route, fields)
-        what = prompt_of(parsed.route, fields)
-        if isinstance(what, ChatInputs) and chains is not None:
-            reading = chains.look(encoder.render_chat(what), namespace)
-            if reading.missing_chars > INLINE_BYTES:
-                return lambda: encode.reading(chains, reading)
-            return encode.reading(chains, reading)
-        if size > INLINE_BYTES:
-            return lambda: encode.what(what)
-        return encode.what(what)
-    except _REFUSED:
-        return estimate
+    reader = _Reader(parsed, encoder, model_revision, chains, tokens_per_byte)
+    return reader.read if reader.is_long() else reader.read()
 
 
-async def read_prompt(parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None = None) -> Prompt:
-    """`begin_prompt`, to its end."""
-    begun = begin_prompt(parsed, encoder, model_revision, chains)
-    return begun if isinstance(begun, Prompt) else await asyncio.to_thread(begun)
+class _Reader:
+    """Makes the prompt of one request."""
 
-
-_REFUSED: Final = (PromptError, TypeError, ValueError, RecursionError)  # no JSON, or the model's template refuses it: the runtime says why
-
-
-class _Encode:
-    """Makes a prompt of what a request says."""
-
-    def __init__(self, estimate: Prompt, encoder: PromptEncoder, namespace: int, chains: ChatChains | None, choices: int) -> None:
-        self._estimate = estimate
-        self._encoder = encoder
-        self._namespace = namespace
+    def __init__(self, parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None, tokens_per_byte: float) -> None:
+        self._parsed = parsed
+        self._encoder = encoder if parsed.route.prompt is not None and parsed.kind is not Kind.ANY else None
+        self._model_revision = model_revision
         self._chains = chains
-        self._choices = choices
+        self._tokens_per_byte = tokens_per_byte
+        self._what: What | None = None
+        self._begun: Reading | None = None  # of a chat
 
-    def fields(self, route: Path, fields: dict[str, msgspec.Raw]) -> Prompt:
-        """Of a body's top level."""
+    def is_long(self) -> bool:
+        """Whether `read` is work for a thread. Decodes what it has to look at."""
+        parsed, encoder = self._parsed, self._encoder
+        size = len(parsed.body)
+        if size > INLINE_CHAT_BYTES or encoder is None:
+            return size > INLINE_CHAT_BYTES
         try:
-            return self.what(prompt_of(route, fields))
+            what = self._what = prompt_of(parsed.route, parsed.fields)
+            if isinstance(what, ChatInputs) and self._chains is not None:
+                namespace = _namespace(self._model_revision, _salt(parsed.fields))
+                self._begun = self._chains.look(encoder.render_chat(what), namespace)
+                return self._begun.missing_chars > INLINE_BYTES
         except _REFUSED:
-            return self._estimate
+            self._encoder = None  # its bytes are a prompt all the same
+            return False
+        return size > INLINE_BYTES
 
-    def what(self, what: What | None) -> Prompt:
-        """Of a prompt in whatever form."""
-        try:
-            return self.prompt(*_encode(what, self._encoder, self._namespace, self._chains))
-        except _REFUSED:
-            return self._estimate
+    def read(self) -> Prompt:
+        """All that is left to do."""
+        parsed = self._parsed
+        if self._encoder is not None:
+            try:
+                if (prompt := self._by_tokens(self._encoder)) is not None:
+                    return prompt
+            except _REFUSED:
+                pass
+        if parsed.kind is not Kind.ANY and parsed.route.layout is not None:
+            try:
+                return _by_bytes(parsed, self._model_revision, self._tokens_per_byte)
+            except (TypeError, ValueError, RecursionError):
+                pass  # no JSON: the runtime says why
+        return Prompt(_estimate(len(parsed.body), self._tokens_per_byte))
 
-    def reading(self, chains: ChatChains, reading: Reading) -> Prompt:
-        """Of a chat that was looked for."""
-        try:
-            return self.prompt(*chains.read(reading), 1)
-        except _REFUSED:
-            return self._estimate
-
-    def prompt(self, ids: bytes, keys: tuple[int, ...], several: int) -> Prompt:
-        """Args: several: prompts in one body; 0: none could be read."""
+    def _by_tokens(self, encoder: PromptEncoder) -> Prompt | None:
+        """None when it has no prompt that can be tokenised here. Raises what decoding and templates raise."""
+        fields, chains, begun = self._parsed.fields, self._chains, self._begun
+        several = 1
+        if begun is not None and chains is not None:
+            ids, keys = chains.read(begun)
+        else:
+            what = self._what if self._what is not None else prompt_of(self._parsed.route, fields)
+            ids, keys, several = _encode(what, encoder, _namespace(self._model_revision, _salt(fields)), chains)
         if not several:
-            return self._estimate
-        choices = min(MAX_CHOICES, self._choices * several)
-        return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(self._estimate.tokens, choices=choices)
+            return None
+        choices = min(MAX_CHOICES, _choices(fields) * several)
+        return Prompt(len(ids) // 4, ids, keys, choices) if ids else Prompt(_estimate(len(self._parsed.body), self._tokens_per_byte), choices=choices)
+
+
+def _by_bytes(parsed: Parsed, model_revision: str, tokens_per_byte: float) -> Prompt:
+    """Keys of canonical bytes. A list of ids needs no tokenizer: its keys are of tokens. Raises what decoding raises."""
+    route, fields = parsed.route, parsed.fields
+    layout = route.layout
+    assert layout is not None
+    choices, salt = _choices(fields), _salt(fields)
+    if not layout.is_chat and (name := next((n for n in layout.prompt if n in fields), "")) and bytes(fields[name])[:1] == b"[":
+        what = prompt_of(route, fields)
+        if isinstance(what, Several):
+            return Prompt(_estimate(len(parsed.body), tokens_per_byte), choices=min(MAX_CHOICES, choices * what.count))
+        if isinstance(what, list):
+            packed = encode_ids(what)
+            return Prompt(len(what), packed, _keys(_namespace(model_revision, salt), packed), choices)
+    found = canonical(layout, fields)
+    if found is None:
+        return Prompt(_estimate(len(parsed.body), tokens_per_byte), choices=choices)
+    keys = bytes_chain(_namespace_of_bytes(model_revision, salt), found.data[:MAX_KEYED_BYTES])
+    size = len(found.data)
+    return Prompt(_estimate(size, tokens_per_byte), None, keys, choices, BLOCK_BYTES * tokens_per_byte, size if found.is_text else 0)
+
+
+def _estimate(size_bytes: int, tokens_per_byte: float) -> int:
+    return max(1, int(size_bytes * tokens_per_byte))
+
+
+def _salt(fields: dict[str, msgspec.Raw]) -> str:
+    salt = scalar(fields, "cache_salt") if "cache_salt" in fields else None
+    return salt if isinstance(salt, str) else ""
+
+
+def _choices(fields: dict[str, msgspec.Raw]) -> int:
+    """Of each prompt; the runtime computes all of best_of."""
+    return max(_count(fields, "n"), _count(fields, "best_of")) if "n" in fields or "best_of" in fields else 1
+
+
+@lru_cache(maxsize=1024)
+def _namespace_of_bytes(model_revision: str, salt: str) -> int:
+    return bytes_namespace_hash(model_revision, salt=salt)
 
 
 @lru_cache(maxsize=1024)
@@ -200,7 +245,11 @@ def _encode(what: What | None, encoder: PromptEncoder, namespace: int, chains: C
     if isinstance(what, ChatInputs) and chains is not None:
         return (*chains.read(chains.look(encoder.render_chat(what), namespace)), 1)
     packed = encode_ids(_ids(what, encoder))
-    return packed, tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE]), 1
+    return packed, _keys(namespace, packed), 1
+
+
+def _keys(namespace: int, packed: bytes) -> tuple[int, ...]:
+    return tuple(extend_chain(namespace, packed)[STRIDE - 1 :: STRIDE])
 
 
 def _ids(what: ChatInputs | Text | list[int], encoder: PromptEncoder) -> list[int]:

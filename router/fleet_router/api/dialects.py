@@ -40,6 +40,7 @@ class Dialect:
     more_id_header = b""  # that its clients read for the request's id, beside X-Request-Id
     cached_key = b'"cached_tokens":'
     made_key = b'"completion_tokens":'
+    prompt_key = b'"prompt_tokens":'
 
     def is_stream(self, content_type: bytes) -> bool:
         """An answer that is passed on event by event."""
@@ -68,6 +69,10 @@ class Dialect:
         """Tokens of the answer, as its end tells them; None without."""
         return last_number(text, self.made_key)
 
+    def prompt_tokens(self, text: bytes) -> int | None:
+        """Tokens of the prompt, as an answer's end tells them; None without."""
+        return last_number(text, self.prompt_key)
+
     def error_body(self, error: ApiError, request_id: str) -> bytes:
         """An error as an answer's JSON."""
         return error.body(request_id)
@@ -85,10 +90,16 @@ class Anthropic(Dialect):
     more_id_header = b"Request-Id"
     cached_key = b'"cache_read_input_tokens":'
     made_key = b'"output_tokens":'
+    prompt_key = b'"input_tokens":'  # those that had to be computed
 
     def last_words(self, data: bytes) -> tuple[bool, bool]:
         kind = _decoded(_data_of(_last_event(data))).type
         return kind == "message_stop", kind == "error"
+
+    def prompt_tokens(self, text: bytes) -> int | None:
+        computed = last_number(text, self.prompt_key)
+        kept = [last_number(text, key) or 0 for key in (self.cached_key, b'"cache_creation_input_tokens":')]
+        return None if computed is None else computed + sum(kept)
 
     def error_body(self, error: ApiError, request_id: str) -> bytes:
         kind = error.type if error.type in _ANTHROPIC_TYPES else "api_error"
@@ -107,6 +118,7 @@ class Ollama(Dialect):
     end_name = "a line that says done"
     cached_key = b""
     made_key = b'"eval_count":'
+    prompt_key = b'"prompt_eval_count":'
 
     def event_end(self, data: bytes) -> int:
         return data.rfind(b"\n") + 1
@@ -132,6 +144,7 @@ class Responses(Dialect):
     name = "responses"
     end_name = "a whole event"
     made_key = b'"output_tokens":'
+    prompt_key = b'"input_tokens":'
 
     def last_words(self, data: bytes) -> tuple[bool, bool]:
         failed = _decoded(_data_of(_last_event(data))).type == "error"

@@ -15,6 +15,7 @@ import msgspec
 
 from fleet_contract import names
 from fleet_contract.errors import ApiError
+from fleet_router.api.canonical import Layout
 from fleet_text import anthropic_chat, ollama_chat
 from fleet_text.chat import CHAT_FIELDS, ChatInputs, PromptError, chat_inputs
 
@@ -54,12 +55,13 @@ What = ChatInputs | Text | list[int] | Several
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One row. `prompt` is None where no prompt decides the choice of a worker."""
+    """One row. `prompt` gives the prompt for its token ids, `layout` for its bytes; both are None where no prompt decides the choice of a worker."""
 
     path: str
     kind: Kind
     method: str = "POST"
     prompt: Callable[[Fields], What | None] | None = None
+    layout: Layout | None = None
     answer: Callable[[Fields], int | None] = lambda fields: None  # most tokens of the answer
     streams: bool = False  # unless the body says no
     model_names: tuple[str, ...] = ("model",)
@@ -169,20 +171,39 @@ def _has(name: str) -> Callable[[Fields], bool]:
     return lambda fields: name in fields and bytes(fields[name]) not in (b"null", b"[]", b'""')
 
 
-CHAT: Final = Path("/v1/chat/completions", Kind.GENERATE, prompt=_chat, answer=_chat_answer)
-COMPLETIONS: Final = Path("/v1/completions", Kind.GENERATE, prompt=_completion, answer=_max_tokens)
+_HEAD: Final = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort", "functions", "tools")
+_MESSAGES: Final = Layout(head=("tools",), system="system")
+_TOOLS: Final = Layout(head=("tools",))
+_PROMPT: Final = Layout(("prompt",), is_chat=False)
+_INPUT: Final = Layout(("input",), is_chat=False)
+_OLLAMA_INPUT: Final = Layout(("input", "prompt"), is_chat=False)
+_GENERATE: Final = Layout(("prompt",), system="system")
+_RESPONSES: Final = Layout(("input",), ("previous_response_id", "reasoning", "tools"), "instructions")
+CHAT: Final = Path("/v1/chat/completions", Kind.GENERATE, prompt=_chat, layout=Layout(head=_HEAD), answer=_chat_answer)
+COMPLETIONS: Final = Path("/v1/completions", Kind.GENERATE, prompt=_completion, layout=_PROMPT, answer=_max_tokens)
 _OURS: Final = (names.ENGINE_OURS,)
 _OTHERS: Final = (names.ENGINE_VLLM, names.ENGINE_SGLANG)
 _POSTS: Final = (
     CHAT,
     COMPLETIONS,
-    Path("/v1/messages", Kind.GENERATE, prompt=_messages, answer=_max_tokens),
-    Path("/api/chat", Kind.GENERATE, prompt=_ollama_chat, answer=_ollama_answer, streams=True, is_asked=_has("messages"), engines=_OURS),
-    Path("/api/generate", Kind.GENERATE, prompt=_ollama_generate, answer=_ollama_answer, streams=True, is_asked=_has("prompt"), engines=_OURS),
-    Path("/v1/responses", Kind.GENERATE, answer=_responses_answer, engines=_OTHERS),
-    Path("/v1/embeddings", Kind.EMBED, prompt=_embedding),
-    Path("/api/embed", Kind.EMBED, prompt=_ollama_embed, engines=_OURS),
-    Path("/api/embeddings", Kind.EMBED, prompt=_ollama_embed, engines=_OURS),
+    Path("/v1/messages", Kind.GENERATE, prompt=_messages, layout=_MESSAGES, answer=_max_tokens),
+    Path(
+        "/api/chat", Kind.GENERATE, prompt=_ollama_chat, layout=_TOOLS, answer=_ollama_answer, streams=True, is_asked=_has("messages"), engines=_OURS
+    ),
+    Path(
+        "/api/generate",
+        Kind.GENERATE,
+        prompt=_ollama_generate,
+        layout=_GENERATE,
+        answer=_ollama_answer,
+        streams=True,
+        is_asked=_has("prompt"),
+        engines=_OURS,
+    ),
+    Path("/v1/responses", Kind.GENERATE, layout=_RESPONSES, answer=_responses_answer, engines=_OTHERS),
+    Path("/v1/embeddings", Kind.EMBED, prompt=_embedding, layout=_INPUT),
+    Path("/api/embed", Kind.EMBED, prompt=_ollama_embed, layout=_OLLAMA_INPUT, engines=_OURS),
+    Path("/api/embeddings", Kind.EMBED, prompt=_ollama_embed, layout=_OLLAMA_INPUT, engines=_OURS),
     Path("/v1/rerank", Kind.EMBED, engines=_OTHERS),
     Path("/v1/score", Kind.EMBED, engines=_OTHERS),
     Path("/v1/messages/count_tokens", Kind.ANY),

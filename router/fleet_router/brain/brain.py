@@ -244,7 +244,7 @@ class Brain:
     async def explain(self, want: Want) -> dict[str, Any] | None:
         """The decision that would be made now, in words, without making it."""
         decision = self._decide(want)
-        return Choice(self.label(want.service), want.revision, want.request_id, decision).as_json() if decision is not None else None
+        return Choice(self.label(want.service), want.revision, want.request_id, want.made_of, decision).as_json() if decision is not None else None
 
     def first_token(self, lease: Lease) -> None:
         """The prompt of a lease is computed."""
@@ -302,7 +302,7 @@ class Brain:
         self.counters.add("predicted_cached_tokens_total", lease.predicted_tokens)
         self.counters.add("cached_tokens_total", actual)
         if not worker.removed:
-            self.index.feedback(worker.slot, lease.predicted_tokens, actual)
+            self.deciding.learn_cached(worker.slot, self._taken[lease.number], actual)
 
     def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
         """So many tokens after the first took the serving worker so long."""
@@ -410,7 +410,7 @@ class Brain:
 
     def _lease(self, want: Want, decision: Decision) -> Lease:
         """Counts a decision."""
-        self.decisions.append(Choice(self.label(want.service), want.revision, want.request_id, decision))
+        self.decisions.append(Choice(self.label(want.service), want.revision, want.request_id, want.made_of, decision))
         taken = self.deciding.take(decision, want.keys, self.clock(), silent=want.silent, key=self._key(want))
         self._leases += 1
         self._taken[self._leases] = taken
@@ -541,4 +541,5 @@ def _pool(workers: Collection[Worker], alone: Collection[str]) -> Pool:
 
 
 def _ask(want: Want) -> Ask:
-    return Ask(1, 1) if want.any_role else Ask(want.prompt_tokens, 1) if want.prompt_only else Ask(want.prompt_tokens, want.answer_tokens)
+    prompt, answer = (1, 1) if want.any_role else (want.prompt_tokens, 1) if want.prompt_only else (want.prompt_tokens, want.answer_tokens)
+    return Ask(prompt, answer, want.key_tokens)

@@ -297,7 +297,7 @@ class DeskServer:
         exclude = [w for n in facts.exclude if (w := self._workers.get(n)) is not None]
         return Want(
             facts.service, facts.prompt_tokens, facts.answer_tokens, facts.revision, facts.keys, exclude, facts.request_id, facts.any_role,
-            facts.prompt_only, facts.silent, facts.tenant, facts.klass, facts.size_bytes,
+            facts.prompt_only, facts.silent, facts.tenant, facts.klass, facts.size_bytes, facts.key_tokens,
         )  # fmt: skip
 
     def _acquire(self, session: _Session, message: Acquire) -> None:

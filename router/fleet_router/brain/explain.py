@@ -42,6 +42,7 @@ class Choice:
     service: str
     revision: str
     request_id: str
+    keys: str  # what the prompt's keys are made of
     decision: fleet.Decision
     at: float = field(default_factory=time.time)  # Unix time
 
@@ -69,6 +70,7 @@ class Choice:
             "service": self.service,
             "revision": self.revision,
             "promptTokens": d.ask.prompt_tokens,
+            "keys": self.keys,
             "answerTokens": d.ask.answer_tokens,
             "requestId": self.request_id,
             "waitedSeconds": d.waited_s,

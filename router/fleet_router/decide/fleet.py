@@ -89,14 +89,14 @@ class Fleet:
 
     # -- choices
 
-    def look_up(self, keys: Sequence[int]) -> Hits:
-        """Hits of a prompt in all slots."""
-        return Hits(*self.index.hits(keys, self.load.width))
+    def look_up(self, keys: Sequence[int], key_tokens: float = 0.0) -> Hits:
+        """Hits of a prompt in all slots. Args: key_tokens: see `Ask`."""
+        return Hits(*self.index.hits(keys, self.load.width, key_tokens))
 
     def decide(self, pool: Pool, ask: Ask, keys: Sequence[int], now: float, open_slots: Bools | None = None) -> Decision | None:
         """The choice that would be made now; changes nothing. None when nobody in the pool can serve."""
         self.load.tick(now)
-        hits = self.look_up(keys)
+        hits = self.look_up(keys, ask.key_tokens)
         found = rule.choose(self.load, pool, ask, hits, self._draw, open_slots)
         return Decision(pool, ask, *found, hits) if found is not None else None
 
@@ -118,7 +118,7 @@ class Fleet:
             self._pick(taken, chosen.serving, (0, ask.prompt_tokens, whole), now, silent)
         queue = self.queues.get(key)
         if queue is not None and len(queue):
-            queue.expect(chosen.first, keys, self.index.block_tokens)
+            queue.expect(chosen.first, keys, ask.key_tokens or self.index.block_tokens)
         return taken
 
     def _pick(self, taken: Taken, slot: int, tokens: tuple[int, int, int], now: float, silent: bool) -> None:
@@ -128,7 +128,7 @@ class Fleet:
         if silent:
             self.load.watch_silent(load, pick, now)
         hit_blocks = int(taken.decision.hits.gpu[slot]) // self.index.block_tokens
-        expectation = self.index.expect(slot, taken.keys, hit_blocks)
+        expectation = self.index.expect(slot, taken.keys, hit_blocks, taken.decision.ask.key_tokens)
         if expectation is not None:
             taken.expectations.append(expectation)
         load.set_cached(self.index.held_tokens(slot))
@@ -140,6 +140,10 @@ class Fleet:
         for expectation in taken.expectations:
             self.index.settle(expectation, now)
         taken.expectations.clear()
+
+    def learn_cached(self, slot: int, taken: Taken, actual_tokens: int) -> None:
+        """What the worker that computed the prompt had cached."""
+        self.index.feedback(slot, taken.predicted_tokens, actual_tokens, taken.decision.ask.key_tokens)
 
     def release(self, taken: Taken, which: int | None = None) -> None:
         """A pick (all: None) is over. Again is nothing."""

@@ -1,8 +1,8 @@
 """What one worker probably holds, judged from the prompts sent to it: a least-recently-used cache of blocks, leaf first.
 
-Used by `index` for workers whose engine tells no KV events, or whose event stream cannot be trusted. Because a block can only
-leave after the blocks behind it, only leaves need a place in the order of use: a prompt that is known already costs one stamp,
-however long it is.
+Used by `index` for workers whose engine tells no KV events, or whose event stream cannot be trusted, and for all keys of bytes. Because
+a block can only leave after the blocks behind it, only leaves need a place in the order of use: a prompt that is known already costs
+one stamp, however long it is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ class History:
         self._set_leaf(keys[-1], stamp)
         self._evict()
 
-    def feedback(self, predicted_tokens: int, actual_tokens: int, tolerance_tokens: int) -> None:
+    def resize(self, capacity_blocks: int) -> None:
+        """What a block stands for is known better now, so how many the worker holds."""
+        self.capacity_blocks = capacity_blocks
+        self._evict()
+
+    def feedback(self, predicted_tokens: int, actual_tokens: int, tolerance_tokens: float) -> None:
         """Corrects the size by what the worker really had cached for one prompt."""
         if actual_tokens + tolerance_tokens <= predicted_tokens:
             self.scale = max(MIN_SCALE, self.scale * SHRINK)

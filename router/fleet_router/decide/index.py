@@ -6,6 +6,10 @@ the workers that hold it. Along a prompt this set only shrinks, so a lookup gall
 A worker's bit belongs to one life of what we know about it. `clear` and `remove_slot` retire the bit in O(1): it is masked out at
 once, and is given away again only after `sweep` has cleared it everywhere. So nothing of an old life can match in a new one.
 
+Keys of bytes (of prompts that nobody has token ids of) can equal no event's: what a worker holds of them is told by the history of our own
+picks alone, whatever its events are. They have a life beside the other, with a bit of its own. `key_tokens`, of several methods: the keys are
+of bytes, and each is believed to stand for so many tokens; 0: they are of tokens.
+
 Three writers: KV events (`store`, `remove`, `clear`, `replace`; reference-counted per tier, group and engine hash), the history of
 our own picks (`remember`, for workers without events), and expectations (`expect`: a pick whose blocks no event has told of yet).
 No clock, no I/O. One owner, one thread.
@@ -27,6 +31,7 @@ from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
 
 GPU, HOST, DISK = TIERS = (0, 1, 2)
 ENTRIES_OVER_BLOCKS: Final = 1.2  # a worker that tells of more than this times its own blocks tells nonsense
+ESTIMATE_ERROR: Final = 0.25  # of a hit in tokens that is counted in bytes: up to here it says nothing about what is cached
 SETTLE_S: Final = 1.0  # an expectation outlives the first token so long: events travel up to 100 ms
 _MASK_CACHE: Final = 4096
 _DEPTH_BITS: Final = 24
@@ -74,9 +79,11 @@ class _Slot:
 
     life: _Life
     limit_entries: int
-    capacity_blocks: int
+    capacity_tokens: int
     by_history: bool
     building: _Life | None = None  # a snapshot that is being read: events write here, lookups see `life`
+    of_bytes: _Life | None = None  # keys of bytes; made when the first come
+    key_tokens: float = 0.0  # that the last of these were believed to stand for
 
     @property
     def written(self) -> _Life:
@@ -127,8 +134,7 @@ class PrefixIndex:
         """
         assert slot not in self._slots, f"slot {slot} is in use"
         blocks = engine_blocks or max(1, capacity_tokens // PAGE_SIZE)
-        capacity = max(0, capacity_tokens) // self.block_tokens
-        self._slots[slot] = _Slot(self._new_life(slot), int(ENTRIES_OVER_BLOCKS * blocks) + STRIDE, capacity, by_history)
+        self._slots[slot] = _Slot(self._new_life(slot), int(ENTRIES_OVER_BLOCKS * blocks) + STRIDE, max(0, capacity_tokens), by_history)
         self._start_history(self._slots[slot])
 
     def remove_slot(self, slot: int) -> None:
@@ -139,6 +145,7 @@ class PrefixIndex:
             self._retire(gone.life)
             if gone.building is not None:
                 self._retire(gone.building)
+            self._drop_bytes(gone)
 
     def clear(self, slot: int) -> None:
         """The worker holds nothing (restart, lost stream); O(1). Unknown slots are ignored."""
@@ -146,6 +153,7 @@ class PrefixIndex:
         if entry is not None:
             self.drop_snapshot(slot)
             self._renew(entry)
+            self._drop_bytes(entry)
 
     def clear_written(self, slot: int) -> None:
         """What events have written is void (AllBlocksCleared): of the snapshot that is being built, else of the worker; O(1)."""
@@ -154,6 +162,7 @@ class PrefixIndex:
             self.begin_snapshot(slot)
         elif entry is not None:
             self._renew(entry)
+            self._drop_bytes(entry)
 
     def begin_snapshot(self, slot: int) -> None:
         """From now on `store` and `remove` build a new content beside the old one, which lookups still see; until `commit_snapshot`."""
@@ -212,9 +221,14 @@ class PrefixIndex:
         return bool(self._retired or self._settling)
 
     def held_tokens(self, slot: int) -> int:
-        """Tokens in the worker's GPU cache as far as known; 0 for unknown slots."""
+        """Tokens in the worker's GPU cache as far as known; 0 for unknown slots. Events tell of all that it holds, history only of its keys."""
         entry = self._slots.get(slot)
-        return entry.life.held[GPU] * self.block_tokens if entry is not None else 0
+        if entry is None:
+            return 0
+        held = entry.life.held[GPU] * self.block_tokens
+        if entry.by_history and entry.of_bytes is not None:
+            held += int(entry.of_bytes.held[GPU] * entry.key_tokens)
+        return held
 
     # -- KV events
 
@@ -298,16 +312,17 @@ class PrefixIndex:
         if entry is not None and entry.life.history is not None:
             entry.life.history.use(keys)
 
-    def expect(self, slot: int, keys: Sequence[int], hit_blocks: int) -> Expectation | None:
+    def expect(self, slot: int, keys: Sequence[int], hit_blocks: int, key_tokens: float = 0.0) -> Expectation | None:
         """A pick: the worker will hold the prompt's blocks behind its present hit, until `settle` or `cancel`.
 
-        None for workers that are judged by history (the prompt is remembered instead), and where nothing is new.
+        None where history judges (the prompt is remembered instead), and where nothing is new.
         """
         entry = self._slots.get(slot)
-        if entry is None:
+        if entry is None or not keys:
             return None
-        if entry.life.history is not None:
-            entry.life.history.use(keys)
+        history = self._bytes_history(entry, key_tokens) if key_tokens else entry.life.history
+        if history is not None:
+            history.use(keys)
             return None
         new = keys[hit_blocks:]
         if not new:
@@ -337,11 +352,13 @@ class PrefixIndex:
         while settling and settling[0][0] <= now:
             self.cancel(settling.popleft()[1])
 
-    def feedback(self, slot: int, predicted_tokens: int, actual_tokens: int) -> None:
+    def feedback(self, slot: int, predicted_tokens: int, actual_tokens: int, key_tokens: float = 0.0) -> None:
         """What a worker really had cached for one prompt corrects the size of its history."""
         entry = self._slots.get(slot)
-        if entry is not None and entry.life.history is not None:
-            entry.life.history.feedback(predicted_tokens, actual_tokens, self.block_tokens)
+        life = None if entry is None else entry.of_bytes if key_tokens else entry.life
+        if life is not None and life.history is not None:
+            tolerance = key_tokens + ESTIMATE_ERROR * predicted_tokens if key_tokens else self.block_tokens
+            life.history.feedback(predicted_tokens, actual_tokens, tolerance)
 
     # -- lookup
 
@@ -369,11 +386,13 @@ class PrefixIndex:
             left, at = stay, bad
         return out
 
-    def hits(self, keys: Sequence[int], num_slots: int) -> tuple[Floats, Floats | None, Floats | None]:
+    def hits(self, keys: Sequence[int], num_slots: int, key_tokens: float = 0.0) -> tuple[Floats, Floats | None, Floats | None]:
         """Tokens of the prompt that each slot holds in GPU, and those that only host memory or only disk add; None where a tier is empty.
 
         Returns: arrays over slots 0..num_slots-1.
         """
+        if key_tokens:
+            return self._vector(self.runs(keys), num_slots, key_tokens), None, None
         gpu = self._vector(self.runs(keys), num_slots)
         if not (self._masks[HOST] or self._masks[DISK]) or not keys:
             return gpu, None, None
@@ -397,27 +416,32 @@ class PrefixIndex:
         """Raises AssertionError when the tables disagree."""
         seen: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
         for slot, entry in self._slots.items():
-            life = entry.life
-            assert life.slot == slot and not life.gone and self._alive >> life.bit & 1 and self._slot_of_bit[life.bit] == slot
-            assert life.entries == sum(len(book) for book in life.books.values()) <= entry.limit_entries
-            assert (life.history is not None) == entry.by_history
-            if life.history is not None:
-                life.history.check_integrity()
-            for tier in TIERS:
-                held = {key for key, mask in self._masks[tier].items() if mask >> life.bit & 1}
-                assert life.held[tier] == len(held), (slot, tier)
-                assert life.extra[tier].keys() <= held and all(n > 0 for n in life.extra[tier].values())
-                for key in held:
-                    seen[tier][key] = seen[tier].get(key, 0) | 1 << life.bit
-        assert bin(self._alive).count("1") == len(self._slots)
+            assert entry.life.entries == sum(len(book) for book in entry.life.books.values()) <= entry.limit_entries
+            assert (entry.life.history is not None) == entry.by_history
+            for life in (entry.life, *([entry.of_bytes] if entry.of_bytes is not None else [])):
+                self._check_life(slot, life, seen)
+        of_bytes = [e.of_bytes.bit for e in self._slots.values() if e.of_bytes is not None]
+        assert bin(self._alive).count("1") == len(self._slots) + len(of_bytes)
         building = [e.building.bit for e in self._slots.values() if e.building is not None]
-        bits = [e.life.bit for e in self._slots.values()] + building + [r.life.bit for r in self._retired] + self._free_bits
+        bits = [e.life.bit for e in self._slots.values()] + of_bytes + building + [r.life.bit for r in self._retired] + self._free_bits
         assert sorted(bits) == list(range(self._next_bit))
         for tier in TIERS:
             assert {k: m & self._alive for k, m in self._masks[tier].items() if m & self._alive} == seen[tier]
             assert self._retired or building or all(m and not m & ~self._alive for m in self._masks[tier].values())
 
     # -- inside
+
+    def _check_life(self, slot: int, life: _Life, seen: tuple[dict[int, int], ...]) -> None:
+        """Adds what it holds to `seen`: per tier key -> mask."""
+        assert life.slot == slot and not life.gone and self._alive >> life.bit & 1 and self._slot_of_bit[life.bit] == slot
+        if life.history is not None:
+            life.history.check_integrity()
+        for tier in TIERS:
+            held = {key for key, mask in self._masks[tier].items() if mask >> life.bit & 1}
+            assert life.held[tier] == len(held), (slot, tier)
+            assert life.extra[tier].keys() <= held and all(n > 0 for n in life.extra[tier].values())
+            for key in held:
+                seen[tier][key] = seen[tier].get(key, 0) | 1 << life.bit
 
     def _new_life(self, slot: int, *, visible: bool = True) -> _Life:
         if self._free_bits:
@@ -438,8 +462,28 @@ class PrefixIndex:
 
     def _start_history(self, entry: _Slot) -> None:
         if entry.by_history:
-            life = entry.life
-            life.history = History(entry.capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key))
+            entry.life.history = self._new_history(entry.life, entry.capacity_tokens // self.block_tokens)
+
+    def _new_history(self, life: _Life, capacity_blocks: int) -> History:
+        return History(capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key))
+
+    def _bytes_history(self, entry: _Slot, key_tokens: float) -> History:
+        """Of a worker's keys of bytes, with room for as many as its cache holds."""
+        capacity = int(entry.capacity_tokens / key_tokens)
+        if entry.of_bytes is None:
+            entry.of_bytes = self._new_life(entry.life.slot)
+            entry.of_bytes.history = self._new_history(entry.of_bytes, capacity)
+        history = entry.of_bytes.history
+        assert history is not None
+        if key_tokens != entry.key_tokens:
+            entry.key_tokens = key_tokens
+            history.resize(capacity)
+        return history
+
+    def _drop_bytes(self, entry: _Slot) -> None:
+        if entry.of_bytes is not None:
+            self._retire(entry.of_bytes)
+            entry.of_bytes = None
 
     def _retire(self, life: _Life) -> None:
         life.gone = True
@@ -499,14 +543,15 @@ class PrefixIndex:
 
         return get
 
-    def _vector(self, runs: list[Run], num_slots: int) -> Floats:
+    def _vector(self, runs: list[Run], num_slots: int, key_tokens: float = 0.0) -> Floats:
         out = np.zeros(num_slots)
+        block_tokens = key_tokens or self.block_tokens
         for mask, blocks in runs:
             members = self._members.get(mask)
             if members is None:
                 members = self._list_members(mask)
-            out[members] = blocks * self.block_tokens
-        if self._doubted:
+            out[members] = blocks * block_tokens
+        if self._doubted and not key_tokens:
             out[[slot for slot in self._doubted if slot < num_slots]] *= 0.5
         return out
 

@@ -103,9 +103,9 @@ class Flow:
 
 
 class CacheQueue:
-    """See the module. `look_up(request)` gives the hits of a prompt in all workers now."""
+    """See the module. `look_up(keys, key_tokens)` gives the hits of a prompt in all workers now."""
 
-    def __init__(self, table: LoadTable, rules: QueueRules, look_up: Callable[[Sequence[int]], Hits]) -> None:
+    def __init__(self, table: LoadTable, rules: QueueRules, look_up: Callable[[Sequence[int], float], Hits]) -> None:
         self.rules = rules
         self._table = table
         self._look_up = look_up
@@ -226,7 +226,7 @@ class CacheQueue:
         rate = float(self._table.matrix[RATE, slots].sum())
         return (float(tokens) + float((self._table.matrix[WAIT, slots] * self._table.matrix[RATE, slots]).sum())) / rate
 
-    def expect(self, slot: int, keys: Sequence[int], block_tokens: int) -> None:
+    def expect(self, slot: int, keys: Sequence[int], block_tokens: float) -> None:
         """A prompt went to a worker: those that wait and share its beginning will find it there."""
         if not keys or slot >= self._hits.shape[1]:
             return
@@ -310,7 +310,7 @@ class CacheQueue:
         every = np.arange(width)
         for request in [r for r in requests if now - r.hits_at > REFRESH_S]:
             request.hits_at = now
-            self._hits[request.row] = self._look_up(request.keys).saved(every)
+            self._hits[request.row] = self._look_up(request.keys, request.ask.key_tokens).saved(every)
 
     def rows_of(self, requests: Sequence[Waiting]) -> tuple[Floats, Floats]:
         """(tokens saved in every slot, (prompt, answer, arrived)) of each request."""

@@ -47,6 +47,7 @@ class Ask(NamedTuple):
 
     prompt_tokens: int
     answer_tokens: int
+    key_tokens: float = 0.0  # the prompt's keys are of bytes: tokens that each is believed to stand for; 0: they are of tokens
 
 
 class Member(NamedTuple):
@@ -249,7 +250,7 @@ def choose(
 
 def _choose_few(table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw) -> tuple[Chosen, FewTerms]:
     """`_choose_among` for a few workers that serve alone: the same sums in the same order."""
-    prompt, answer = ask
+    prompt, answer = ask.prompt_tokens, ask.answer_tokens
     loads = [table.slots[m.slot].column for m in pool.alone]
     saved = hits.saved(pool.slots_alone).tolist()
     rates = [column[RATE] for column in loads]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fleet_contract.access import CORS_MAX_AGE_S, EXPOSED_HEADERS, TlsFiles, allowed_origin, check_tls_files, parse_origins, renew_tls
-from fleet_contract.names import HEADER_TOLD_HITS, HEADER_TOLD_QUEUE, HEADER_TOLD_WORKER
+from fleet_contract.names import HEADER_TOLD_HITS, HEADER_TOLD_KEYS, HEADER_TOLD_QUEUE, HEADER_TOLD_WORKER
 from fleet_router.edge.callers import Callers
 from fleet_router.http.head import Head
 from fleet_router.http.request import Request
@@ -21,7 +21,7 @@ from fleet_router.settings import BadFlag, Settings
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-_EXPOSED: Final = ", ".join((*EXPOSED_HEADERS, HEADER_TOLD_WORKER, HEADER_TOLD_HITS, HEADER_TOLD_QUEUE, "Request-Id")).encode()
+_EXPOSED: Final = ", ".join((*EXPOSED_HEADERS, HEADER_TOLD_WORKER, HEADER_TOLD_HITS, HEADER_TOLD_KEYS, HEADER_TOLD_QUEUE, "Request-Id")).encode()
 
 
 class Access:

@@ -26,6 +26,7 @@ from fleet_router.edge.callers import Caller
 from fleet_router.edge.encoders import Encoders
 from fleet_router.edge.relay import CODE_TRANSFER_FAILED, Aborter, Attempt, Failure, Outcome, Timing
 from fleet_router.edge.running import Running
+from fleet_router.edge.token_rates import TokenRates
 from fleet_router.edge.traces import Span
 from fleet_router.http.client import Pool
 from fleet_router.http.server import Exchange
@@ -37,7 +38,9 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
-_TOLD: Final = f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
+_TOLD: Final = (
+    f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_KEYS}: %b\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
+)
 
 
 class Dispatcher:
@@ -51,6 +54,7 @@ class Dispatcher:
         self.loop = pool.loop
         self.aborter = Aborter(pool, desk.counters)
         self.running = Running()
+        self.rates = TokenRates()
         self.retries = RetryBudget(settings.workers)
 
     def count_end(self, exchange: Exchange) -> None:
@@ -93,6 +97,11 @@ class Dispatcher:
             self.desk.suspect(failure.worker, failure.error.message)
         if failure.is_fault:
             self.desk.blame(failure.worker)
+
+    def begin_prompt(self, parsed: Parsed, model_revision: str) -> Prompt | LongPrompt:
+        """The prompt as workers of a model will see it."""
+        encoder, chains = self.encoders.get(model_revision), self.encoders.chains(model_revision)
+        return begin_prompt(parsed, encoder, model_revision, chains, self.rates.get(model_revision))
 
     def fail(self, exchange: Exchange, error: ApiError) -> None:
         """The end of a request that goes wrong."""
@@ -196,7 +205,7 @@ class Handling:
         model_revision = d.model_revision(service, revision)
         prompt = self._prompts.get(model_revision)
         if prompt is None:
-            begun = begin_prompt(parsed, d.encoders.get(model_revision), model_revision, d.encoders.chains(model_revision))
+            begun = d.begin_prompt(parsed, model_revision)
             if not isinstance(begun, Prompt):
                 self._wait(self._read(begun, model_revision))
                 return
@@ -210,6 +219,7 @@ class Handling:
             service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
             self._request_id, any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED,
             silent=not parsed.stream, tenant=caller.tenant, klass=self._klass, size_bytes=len(parsed.body),
+            key_tokens=prompt.key_tokens,
         )  # fmt: skip
         self._asked, self._prompt = now, prompt
         turn = desk.begin(want, max(0.001, min(d.settings.busy_timeout, self._deadline - now)))
@@ -293,7 +303,7 @@ class Handling:
         self._lease = lease
         timing = Timing(max(0.001, self._deadline - now), d.settings.silence_timeout, d.settings.answer_timeout)
         attempt = self._attempt = Attempt(d.pool, d.aborter, exchange, lease, timing)
-        exchange.head_lines = _told(self._parsed, lease, self._request_id)
+        exchange.head_lines = _told(self._parsed, self._prompt, lease, self._request_id)
         try:
             attempt.start(self._parsed, self._prompt, self._attempt_over)
         except BaseException:
@@ -314,11 +324,15 @@ class Handling:
         assert attempt is not None and lease is not None and prompt is not None
         self._attempt = None
         self._made = attempt.made
+        prompt_tokens = prompt.tokens
+        if attempt.prompt_tokens is not None:
+            prompt_tokens = attempt.prompt_tokens
+            self._dispatcher.rates.learn(lease.serving.worker.record.model_revision, prompt.text_bytes, prompt_tokens)
         if self._span is not None:
             self._span.moments.first_byte = attempt.first_byte_at or 0.0
         if self._charged is not None and (outcome.gone or outcome.failure is None):
             made = attempt.made if attempt.made is not None else attempt.events
-            self._caller.settle(self._charged, prompt.tokens + (made if self._parsed.kind is Kind.GENERATE else 0))
+            self._caller.settle(self._charged, prompt_tokens + (made if self._parsed.kind is Kind.GENERATE else 0))
             self._charged = None
         if outcome.gone:
             desk.counters.add("client_gone_total")
@@ -406,10 +420,11 @@ class Handling:
             self._on_end()
 
 
-def _told(parsed: Parsed, lease: Lease, request_id: str) -> bytes:
-    """Header lines of an answer: who gives it, what it should have cached, how long it waited."""
+def _told(parsed: Parsed, prompt: Prompt, lease: Lease, request_id: str) -> bytes:
+    """Header lines of an answer: who gives it, what it should have cached and how that is known, how long it waited."""
     lines = _TOLD % (
-        lease.serving.worker.name.encode("latin-1", "replace"), lease.predicted_tokens, lease.waited_s * 1000,
+        lease.serving.worker.name.encode("latin-1", "replace"), lease.predicted_tokens, prompt.made_of.encode(),
+        lease.waited_s * 1000,
     )  # fmt: skip
     more = parsed.dialect.more_id_header
     return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines

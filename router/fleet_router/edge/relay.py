@@ -235,6 +235,7 @@ class Attempt:
         self.dialect = OPENAI  # of the request's path, see `start`
         self.events = 0  # of the stream, as far as it was passed on
         self.made: int | None = None  # tokens of the answer, as its end told them
+        self.prompt_tokens: int | None = None  # of a prompt that was not tokenised here, as its end told them
         self._pool = pool
         self._aborter = aborter
         self._exchange = exchange
@@ -251,6 +252,7 @@ class Attempt:
         self._began = self._loop.time()
         self._prefill_took = 0.0
         self._stream_asked = False
+        self._is_estimate = False  # what we know of the prompt's length
         self._left: asyncio.Future[None] | None = None  # the client is gone, and the KV of both workers has yet to be freed
         self._usage: UsageFilter | None = None
         self._held = b""
@@ -335,6 +337,8 @@ class Attempt:
             if self._lease.prefill is None and (cached := self.dialect.cached_tokens(answer.body)) is not None:
                 self._lease.cached(cached)
             self.made = self.dialect.made_tokens(answer.body)
+            if self._is_estimate:
+                self.prompt_tokens = self.dialect.prompt_tokens(answer.body)
             self._finish(Outcome(answer=answer))
 
     def on_failure(self, sink: _LegSink, failure: Failure) -> None:
@@ -434,7 +438,7 @@ class Attempt:
         """The legs that go at once."""
         deadline_ms = max(1, int(self._timing.first_token_s * 1000))
         sending = Sending(self._lease, parsed, prompt, self.rid, self._exchange.request.request_id, deadline_ms)
-        self._stream_asked = parsed.stream
+        self._stream_asked, self._is_estimate = parsed.stream, prompt.ids is None
         if self._serving.engine.wants_usage and parsed.stream and parsed.route in (CHAT, COMPLETIONS) and not asks_usage(parsed.fields):
             self._usage = UsageFilter()
         self._hand_over = self._serving.engine.hand_over(sending)
@@ -500,6 +504,8 @@ class Attempt:
         if self._lease.prefill is None and (cached := self.dialect.cached_tokens(tail)) is not None:
             self._lease.cached(cached)
         self.made = self.dialect.made_tokens(tail)
+        if self._is_estimate:
+            self.prompt_tokens = self.dialect.prompt_tokens(tail)
         if self.first_byte_at is not None and not self._was_paused and self.made is not None:
             self._lease.answered(self.made, self._last_at - self.first_byte_at)
 

@@ -406,7 +406,7 @@ class RemoteDesk:
         exclude = [number for w in want.exclude if (number := self._numbers.get(w)) is not None]
         return WantFacts(
             want.service, want.prompt_tokens, want.answer_tokens, want.revision, want.keys, exclude, want.request_id, want.any_role,
-            want.prompt_only, want.silent, want.tenant, want.klass, want.size_bytes,
+            want.prompt_only, want.silent, want.tenant, want.klass, want.size_bytes, want.key_tokens,
         )  # fmt: skip
 
     def _lease(self, granted: Granted, want: Want) -> Lease:

@@ -15,7 +15,7 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
-from fleet_router.api.body import parse_body, read_prompt
+from fleet_router.api.body import Prompt, parse_body
 from fleet_router.api.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.desk import Desk, Want
 from fleet_router.edge import local
@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 PROBE_LIMIT_S: Final = 25.0
-_TOLD: Final = f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
+_TOLD: Final = (
+    f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_KEYS}: %b\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
+)
 _reserved: Final = names.HEADER_PREFIX.lower().encode()
 
 
@@ -182,8 +184,10 @@ class DataService:
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
         model_revision = self.dispatcher.model_revision(service, revision)
-        prompt = await read_prompt(parsed, self.encoders.get(model_revision), model_revision, self.encoders.chains(model_revision))
-        decision = await self.desk.explain(Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys))
+        begun = self.dispatcher.begin_prompt(parsed, model_revision)
+        prompt = begun if isinstance(begun, Prompt) else await asyncio.to_thread(begun)
+        want = Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, key_tokens=prompt.key_tokens)
+        decision = await self.desk.explain(want)
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)
         return {**decision, "tokenized": prompt.ids is not None}

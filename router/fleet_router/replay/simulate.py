@@ -26,7 +26,8 @@ from fleet_router.replay.restart import Restart, RestartedChooser
 from fleet_router.replay.rules import Baseline
 from fleet_router.replay.trace import BLOCK_TOKENS, Request
 
-OURS: Final = ("ours", "ours-no-queue", "ours-history")
+OURS: Final = ("ours", "ours-no-queue", "ours-history", "ours-bytes")
+BYTES_SHARE: Final = 0.85  # ours-bytes, without a tokenizer: what it takes for the number of tokens, of the true one
 POLL_S: Final = 0.2
 TICK_S: Final = 0.1
 WINDOW_S: Final = 10.0
@@ -156,7 +157,8 @@ class OurChooser:
         self._taken: dict[int, Taken] = {}
         self._queues = rule != "ours-no-queue"
         self._learn = options.learn
-        by_history = rule == "ours-history"
+        by_history = rule in ("ours-history", "ours-bytes")
+        self._share = BYTES_SHARE if rule == "ours-bytes" else 0.0
         for slot, worker in enumerate(workers):
             told = machine.speed_of(slot) if machine.told_speeds else machine.tokens_per_s
             speed = Speed(told, STEP_S, STEP_PER_ROW_S, STEP_PER_CTX_TOKEN_S, machine.capacity_blocks * BLOCK_TOKENS)
@@ -185,6 +187,8 @@ class OurChooser:
     def arrive(self, job: Job, now: float) -> list[tuple[Job, int]]:
         self.fleet.tick(now)
         ask, keys = Ask(job.request.input_tokens, ANSWER_TOKENS), job.request.blocks
+        if self._share:
+            ask = Ask(int(ask.prompt_tokens * self._share), ANSWER_TOKENS, BLOCK_TOKENS * self._share)
         if not self._queues:
             decision = self.fleet.decide(self._pool, ask, keys, now)
             assert decision is not None
@@ -202,7 +206,7 @@ class OurChooser:
         load = taken.picks[0][0]
         if self._learn:
             load.learn_step(now - job.first_token, job.request.output_tokens - 1)
-        self.fleet.index.feedback(job.worker, taken.predicted_tokens, job.hit_tokens)
+        self.fleet.learn_cached(job.worker, taken, job.hit_tokens)
         self.fleet.release(taken)
 
     def freed(self, now: float) -> list[tuple[Job, int]]:

@@ -28,6 +28,23 @@ def answer_tokens(prompt: str, n: int) -> list[str]:
     return [hashlib.sha256(f"{prompt}|{i}".encode()).hexdigest()[:6] + " " for i in range(n)]
 
 
+class PrefixCache:
+    """What an engine has cached: blocks of 16 tokens, one token a character, never all of a prompt. It forgets nothing."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+
+    def use(self, prompt: str) -> int:
+        """Tokens of a prompt that were here; now all its whole blocks are."""
+        cached = 0
+        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS):
+            prefix = hashlib.sha256(prompt[:end].encode()).hexdigest()
+            if prefix in self._held and cached == end - BLOCK_TOKENS:
+                cached = end
+            self._held.add(prefix)
+        return cached
+
+
 def num_blocks(prompt: str) -> int:
     return 1 + len(prompt) // BLOCK_TOKENS
 
@@ -64,6 +81,7 @@ class FakeEngine:
     stalls: set[str] = field(default_factory=set)
     refuse: tuple[int, str] | None = None  # the next request gets this answer
     api_key: str = ""
+    cache: PrefixCache | None = None  # else it makes up what it has cached
     port: int = 0
     dead: bool = False
     phases: list[str] = field(default_factory=list)
@@ -87,6 +105,10 @@ class FakeEngine:
     @property
     def generations(self) -> list[Received]:
         return [r for r in self.received if r.method == "POST" and r.path.startswith("/v1/")]
+
+    def cached_tokens(self, prompt: str) -> int:
+        """Of a prompt that is computed now."""
+        return self.cache.use(prompt) if self.cache is not None else len(prompt) // 32 * 16
 
     @property
     def pinned_blocks(self) -> int:

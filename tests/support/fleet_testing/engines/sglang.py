@@ -109,7 +109,7 @@ class FakeSglang(FakeEngine):
             prompt = prompt_text(body)
             if self.mode == "null":
                 await self.phase("prefill", self.timing.prefill_s)
-                await out.say(prompt, cached=len(prompt) // 32 * 16)
+                await out.say(prompt, cached=self.cached_tokens(prompt))
                 return
             room = self.rooms.enter(body, self.mode)
             self.pinned[rid] = num_blocks(prompt)

@@ -104,7 +104,7 @@ class FakeVllm(FakeEngine):
             await self._decode(prompt, params, out)
         else:
             await self.phase("prefill", self.timing.prefill_s)
-            await out.say(prompt, cached=len(prompt) // 32 * 16)
+            await out.say(prompt, cached=self.cached_tokens(prompt))
 
     async def _prefill(self, prompt: str, params: dict[str, Any], out: Output) -> None:
         assert out.body["max_tokens"] == 1
