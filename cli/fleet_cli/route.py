@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fleet_cli.control_port import DEFAULT_URL, URL_HELP, ControlError, ask, seconds, table
 
@@ -17,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser("radixfleet route", description="Explain decisions of a router.", allow_abbrev=False)
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     e = commands.add_parser("explain", help="where a request would go now, and why; nothing is sent to a worker", allow_abbrev=False)
-    e.add_argument("body", nargs="?", metavar="FILE", help="JSON body of a chat or completions request; - reads standard input")
+    e.add_argument("body", nargs="?", metavar="FILE", help="JSON body of any request; - reads standard input")
+    e.add_argument("--path", default="", metavar="PATH", help="where the body would be sent, as /v1/messages (default: what its fields tell)")
     e.add_argument("--prompt", metavar="TEXT", help="instead of FILE: one user message")
     e.add_argument("--model", default="", metavar="NAME", help="with --prompt: the model it names (default: the router's only one)")
     e.add_argument("--url", default=DEFAULT_URL, help=URL_HELP)
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             body = json.dumps({"model": args.model or _only_model(args.url), "messages": [{"role": "user", "content": args.prompt}]}).encode()
         else:
             body = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
-        answer = ask(args.url, "/debug/route", body)
+        answer = ask(args.url, f"/debug/route?path={quote(args.path)}" if args.path else "/debug/route", body)
     except OSError as error:
         print(f"radixfleet route explain: {args.body} cannot be read: {error.strerror}", file=sys.stderr)
         return 2

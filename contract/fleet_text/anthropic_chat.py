@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 from fleet_contract.errors import ApiError, shown
+from fleet_text.chat import OURS, Habits
 
 # Fields of the body that `chat_of` looks at: who keeps a body raw decodes those of them that are there.
 FIELDS: Final = ("messages", "system", "tools", "tool_choice", "thinking")
@@ -17,7 +18,7 @@ _TURN_BREAK: Final = "\n\n"  # between two turns of one side that stand one behi
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_of(body: Mapping[str, Any], habits: Habits = OURS) -> dict[str, Any]:
     """Messages, tools and template variables of a chat body, as `chat_inputs` reads them. `null` means the default. Raises ApiError 400.
 
     Of tools and thinking the types are those that the API has: the runtime checks them before, the router takes what fails for unreadable.
@@ -25,7 +26,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         _refuse("messages", given, "a list of at least one message is needed")
-    messages = _Messages()
+    messages = _Messages(habits)
     if body.get("system") is not None and (system := _text(body["system"], "system")):
         messages.add("system", system)
     for i, message in enumerate(given):
@@ -72,15 +73,16 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 class _Messages:
     """The messages of a chat, made of turns and their blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, habits: Habits) -> None:
         self.out: list[dict[str, Any]] = []
+        self._reading = habits
         self._called: set[str] = set()
         self._turn: list[str] = []  # texts of the last message, while more may join it
 
     def add(self, role: str, text: str) -> None:
         """A message of text. Neighbours of one side are one turn."""
         last = self.out[-1] if self.out else None
-        if last is None or last["role"] != role or last.get("tool_calls"):
+        if last is None or last["role"] != role or last.get("tool_calls") or not self._reading.joins_turns:
             self.end_turn()
             last = {"role": role, "content": ""}
             self.out.append(last)
@@ -117,7 +119,7 @@ class _Messages:
             here = f"{path}[{i}]"
             if _kind(block, here) == "tool_result":
                 if texts:
-                    self.add("user", "".join(texts))
+                    self.add("user", self._reading.part_break.join(texts))
                     texts = []
                 result = self._result(block, here)
                 self.end_turn()
@@ -125,7 +127,7 @@ class _Messages:
             else:
                 texts.append(_block_text(block, here, "text and tool_result are allowed in a message of the user"))
         if texts:
-            self.add("user", "".join(texts))
+            self.add("user", self._reading.part_break.join(texts))
 
     def _result(self, block: dict[str, Any], path: str) -> dict[str, Any]:
         _only(block, ("type", "tool_use_id", "content", "is_error", "cache_control"), path)
@@ -135,8 +137,8 @@ class _Messages:
         failed = block.get("is_error")
         if failed is not None and not isinstance(failed, bool):
             _refuse(f"{path}.is_error", failed, "true or false is allowed")
-        text = _text(block["content"], f"{path}.content") if block.get("content") is not None else ""
-        if failed and not text.lower().startswith("error"):
+        text = _text(block["content"], f"{path}.content", self._reading.result_break) if block.get("content") is not None else ""
+        if failed and self._reading.tells_failures and not text.lower().startswith("error"):
             text = f"Error: {text}"  # templates know no other way to tell it
         return {"role": "tool", "tool_call_id": call, "content": text}
 
@@ -154,10 +156,11 @@ class _Messages:
                 thoughts.append(_string(block.get("thinking"), f"{here}.thinking"))
             else:
                 texts.append(_block_text(block, here, "text, thinking and tool_use are allowed in a message of the assistant"))
+        text = self._reading.part_break.join(texts)
         if not calls and not thoughts:
-            self.add("assistant", "".join(texts))
+            self.add("assistant", text)
             return
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
         if calls:
@@ -181,13 +184,13 @@ class _Messages:
         return {"id": call, "type": "function", "function": {"name": name, "arguments": block["input"]}}
 
 
-def _text(value: Any, path: str) -> str:
+def _text(value: Any, path: str, part_break: str = "") -> str:
     """A text, or text blocks joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         _refuse(path, value, "a text or a list of text blocks is allowed")
-    return "".join(_block_text(block, f"{path}[{i}]", "only text is allowed here") for i, block in enumerate(value))
+    return part_break.join(_block_text(block, f"{path}[{i}]", "only text is allowed here") for i, block in enumerate(value))
 
 
 def _kind(block: Any, path: str) -> str:

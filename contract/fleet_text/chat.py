@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 # Fields of the body that `chat_inputs` looks at: who keeps a body raw decodes those of them that are there.
-CHAT_FIELDS: Final = ("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+CHAT_FIELDS: Final = (
+    "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort",
+)  # fmt: skip
 # What a template sees of a message; more that a client sends is left out. `reasoning` is another name of `reasoning_content`.
 _MESSAGE_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 # Variables of a template that `chat_template_kwargs` may not set: they are ours, or have options of their own.
@@ -45,7 +47,24 @@ class ChatInputs:
         return str(self.messages[-1]["content"]) if self.continue_final else None
 
 
-def chat_inputs(body: Mapping[str, Any]) -> ChatInputs:
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What servers make differently of the same body. The default is how our runtime reads it."""
+
+    part_break: str = ""  # between the text parts of a message, where the template takes one text
+    joins_turns: bool = True  # Anthropic's: neighbours of one side are one turn
+    result_break: str = ""  # Anthropic's: between the text parts of a tool's result
+    tells_failures: bool = True  # Anthropic's: a failed tool's result says so
+    keeps_tools: bool = False  # in the prompt, with `tool_choice: none`
+    fills_content: bool = False  # a message of calls alone has an empty text; else it has none
+    effort_variables: tuple[str, ...] = ()  # of the template, that `reasoning_effort` sets: the effort, then whether there is any
+    unreadable: tuple[str, ...] = ()  # fields that change the prompt in ways that are not known here
+
+
+OURS: Final = Habits()
+
+
+def chat_inputs(body: Mapping[str, Any], habits: Habits = OURS) -> ChatInputs:
     """The inputs of a chat body, or of those of its CHAT_FIELDS that are there. `null` means the default.
 
     Raises PromptError with the path of what cannot be rendered. `tool_choice: none` leaves the tools out of the prompt.
@@ -53,14 +72,15 @@ def chat_inputs(body: Mapping[str, Any]) -> ChatInputs:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages is missing; a list of at least one message is needed")
-    plain = [_message(m, i) for i, m in enumerate(messages)]
+    plain = [_message(m, i, habits) for i, m in enumerate(messages)]
     if len(body) == 1:
         return ChatInputs(plain)
     continue_final = _flag(body, "continue_final_message", default=False)
     generation = _flag(body, "add_generation_prompt", default=not continue_final)
     if continue_final:
         _check_continued(plain, generation)
-    return ChatInputs(plain, _tools(body), continue_final, generation, _variables(body.get("chat_template_kwargs")))
+    variables = {**_effort(body, habits), **_variables(body.get("chat_template_kwargs"))}
+    return ChatInputs(plain, _tools(body, habits), continue_final, generation, variables)
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -68,7 +88,7 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     return [_message(m, i) for i, m in enumerate(messages)]
 
 
-def _message(message: Any, index: int) -> Mapping[str, Any]:
+def _message(message: Any, index: int, habits: Habits = OURS) -> Mapping[str, Any]:
     """Text content, no nulls, calls' arguments as objects."""
     if type(message) is dict and len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str:
         return message  # most are so
@@ -82,7 +102,7 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
     if "reasoning_content" not in out and isinstance(reasoning := message.get("reasoning"), str):
         out["reasoning_content"] = reasoning
     if isinstance(content, list):
-        out["content"] = "".join([_part(p, f"{path}.content[{i}]") for i, p in enumerate(content)])
+        out["content"] = habits.part_break.join([_part(p, f"{path}.content[{i}]") for i, p in enumerate(content)])
     elif content is not None and not isinstance(content, str):
         raise PromptError(f"{path}.content is neither a text nor a list of parts", f"{path}.content")
     calls = out.pop("tool_calls", None)
@@ -90,6 +110,8 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
         raise PromptError(f"{path}.tool_calls is no list", f"{path}.tool_calls")
     if calls:
         out["tool_calls"] = [_call(c, f"{path}.tool_calls[{i}]") for i, c in enumerate(calls)]
+        if habits.fills_content:
+            out.setdefault("content", "")
     elif content is None:
         if role != "assistant":
             raise PromptError(f"{path}.content is missing", f"{path}.content")
@@ -152,11 +174,19 @@ def _check_continued(messages: Sequence[Mapping[str, Any]], generation: bool) ->
         raise PromptError(f"{path} has no text that ends it; continue_final_message needs one to continue", f"{path}.content")
 
 
-def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+def _tools(body: Mapping[str, Any], habits: Habits) -> list[Any] | None:
     tools = body.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, Mapping) for t in tools)):
         raise PromptError("tools is no list of objects", "tools")
-    return tools if tools and body.get("tool_choice") != "none" else None
+    return tools if tools and (habits.keeps_tools or body.get("tool_choice") != "none") else None
+
+
+def _effort(body: Mapping[str, Any], habits: Habits) -> Mapping[str, Any]:
+    """Variables of a template that a chat's `reasoning_effort` sets."""
+    effort = body.get("reasoning_effort")
+    if effort is None or not habits.effort_variables:
+        return {}
+    return dict(zip(habits.effort_variables, (effort, effort != "none"), strict=False))
 
 
 def _variables(value: Any) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import json
 import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +27,13 @@ from tokenizers import Tokenizer
 
 from fleet_text.bounds import PromptTooLong as PromptTooLong  # callers get it from here
 from fleet_text.bounds import longest_token
-from fleet_text.chat import ChatInputs, normalised
+from fleet_text.chat import OURS, ChatInputs, Habits, normalised
 from fleet_text.chat import PromptError as PromptError  # callers get it from here
 from fleet_text.files import TOKENIZER_FILES as TOKENIZER_FILES  # callers get it from here
 
 MAX_TOKENIZER_ZIP_BYTES: Final = 256 << 20
 _TEMPLATE_FILE: Final = "<template>"  # jinja2's name of a template that was no file
+_PARTS: Final = ("first-part", "second-part")
 
 
 class TokenizerFilesError(ValueError):
@@ -41,8 +43,8 @@ class TokenizerFilesError(ValueError):
 class PromptEncoder:
     """Tokenizer and chat template of one model. Immutable but for its count of texts; `encode` releases the GIL and may run in a thread."""
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Args: files: by name, of TOKENIZER_FILES. Raises TokenizerFilesError."""
+    def __init__(self, files: Mapping[str, bytes], habits: Habits = OURS) -> None:
+        """Args: files: by name, of TOKENIZER_FILES. habits: of the server whose prompts are made. Raises TokenizerFilesError."""
         if "tokenizer.json" not in files:
             raise TokenizerFilesError("tokenizer.json is missing; the model folder needs it")
         try:
@@ -64,11 +66,13 @@ class PromptEncoder:
         self._tool_template = _compile(named["tool_use"]) if "tool_use" in named else self.template
         # A template that does not know OpenAI's newer name of the system role would leave such a message out in silence.
         self._knows_developer = any("developer" in text for text in named.values())
+        # A template that goes through the parts of a message itself puts nothing between them.
+        self.habits = replace(habits, part_break="") if habits.part_break and self.takes_parts else habits
 
     @classmethod
-    def from_folder(cls, folder: Path) -> PromptEncoder:
+    def from_folder(cls, folder: Path, habits: Habits = OURS) -> PromptEncoder:
         """Reads a Hugging Face model folder."""
-        return cls(read_folder(folder))
+        return cls(read_folder(folder), habits)
 
     @classmethod
     def from_zip(cls, data: bytes) -> PromptEncoder:
@@ -85,6 +89,16 @@ class PromptEncoder:
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the chat template reads a message's content as a list of parts; else it takes one text."""
+        parts = [{"type": "text", "text": word} for word in _PARTS]
+        try:
+            text = self.render_chat(ChatInputs([{"role": "user", "content": parts}]))
+        except PromptError:
+            return False
+        return all(word in text for word in _PARTS) and "'type'" not in text and '"type"' not in text
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of plain messages. Raises PromptError."""

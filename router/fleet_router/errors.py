@@ -10,6 +10,8 @@ from fleet_contract.errors import ApiError
 
 CODE_WORKER_TIMEOUT: Final = "worker_timeout"
 OUT_OF_FILES: Final = "out_of_files"
+CODE_WORKER_SHAPE: Final = "worker_error_shape"  # a worker's error that is no error of the API
+NOT_TO_SHOW: Final = ("bad_worker_answer", CODE_WORKER_SHAPE)  # a client gets our words for it, not the worker's
 
 
 def unknown_model(model: str, known: Iterable[str]) -> ApiError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import secrets
+import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from fleet_router.settings import Settings, parse
 from fleet_router.single import Single
 from fleet_router.supervisor import bind
 from fleet_testing.engines.server import FakeEngine
-from fleet_testing.fake_worker import FakeWorker
+from fleet_testing.fake_worker import FakeWorker, tiny_tokenizer_zip
 from fleet_testing.router_fleet import Fleet, MakeFleet
 from fleet_testing.router_process import RouterProcess, until
 from fleet_testing.split_edge import SplitEdge
@@ -80,6 +82,15 @@ async def make_router(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[R
     yield make
     for router in started:
         await router.stop()
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    """The tiny tokenizer, as a model folder on the router's machine."""
+    folder = tmp_path / "tokenizer"
+    with zipfile.ZipFile(io.BytesIO(tiny_tokenizer_zip())) as z:
+        z.extractall(folder)
+    return folder
 
 
 @pytest.fixture

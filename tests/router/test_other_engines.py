@@ -355,18 +355,18 @@ def test_choices(body: dict[str, Any], n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "message", "code"),
     [
-        (b'{"error":{"message":"m","code":400}}', "m"),
-        (b'{"object":"error","message":"m","code":400}', "m"),
-        (b'{"error":"m"}', "m"),
-        (b"<html>", "the worker answered 400: <html>"),
-        (b"[1]", "the worker answered 400: [1]"),
+        (b'{"error":{"message":"m","code":400}}', "m", "worker_400"),
+        (b'{"object":"error","message":"m","code":400}', "m", "worker_400"),
+        (b'{"error":"m"}', "m", "worker_error_shape"),
+        (b"<html>", "the worker answered 400: <html>", "worker_error_shape"),
+        (b"[1]", "the worker answered 400: [1]", "worker_error_shape"),
     ],
 )
-def test_error_answers_of_all_shapes_are_read(body: bytes, message: str) -> None:
+def test_error_answers_of_all_shapes_are_read(body: bytes, message: str, code: str) -> None:
     e = error(400, body)
-    assert (e.status, e.message, e.type, e.code) == (400, message, "invalid_request_error", "worker_400")
+    assert (e.status, e.message, e.type, e.code) == (400, message, "invalid_request_error", code)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,21 @@ from fleet_contract.prefix import BLOCK_BYTES, bytes_chain, bytes_namespace_hash
 from fleet_contract.wire import encode_ids
 from fleet_router.api.canonical import canonical
 from fleet_router.api.dialects import Dialect, dialect_of
-from fleet_router.api.paths import DEFAULT_ANSWER_TOKENS, MAX_ANSWER_TOKENS, MAX_CHOICES, Kind, Path, Several, Text, What, prompt_of, scalar
+from fleet_router.api.paths import (
+    CHAT,
+    DEFAULT_ANSWER_TOKENS,
+    MAX_ANSWER_TOKENS,
+    MAX_CHOICES,
+    PATHS,
+    Kind,
+    Path,
+    Several,
+    Text,
+    What,
+    path_of,
+    prompt_of,
+    scalar,
+)
 from fleet_router.decide.keys import STRIDE, made_of
 from fleet_text.chat import ChatInputs, PromptError
 
@@ -97,6 +111,20 @@ def parse_body(path: Path, body: bytes) -> Parsed:
     return Parsed(path, model, path.streams if stream is None else stream is True, answer, fields, body, kind)
 
 
+def asked_path(path: str, body: bytes) -> Path:
+    """The path that a body is for, where nobody has sent it: as named, else by its fields. Raises ApiError 400 for a path without a body."""
+    if not path:
+        try:
+            return path_of(_top.decode(body))
+        except (msgspec.DecodeError, RecursionError):
+            return CHAT  # reading it says what is wrong
+    found = PATHS.get(path)
+    if found is None or found.method != "POST":
+        there = ", ".join(p.path for p in PATHS.values() if p.method == "POST")
+        raise ApiError(400, f"path is {path[:200]!r}; a path that takes a body is needed: {there}", code="invalid_value", param="path")
+    return found
+
+
 def _model(path: Path, fields: dict[str, msgspec.Raw]) -> str:
     name = next((n for n in path.model_names if n in fields), path.model_names[0])
     model = scalar(fields, name)
@@ -150,7 +178,7 @@ class _Reader:
         if size > INLINE_CHAT_BYTES or encoder is None:
             return size > INLINE_CHAT_BYTES
         try:
-            what = self._what = prompt_of(parsed.route, parsed.fields)
+            what = self._what = prompt_of(parsed.route, parsed.fields, encoder.habits)
             if isinstance(what, ChatInputs) and self._chains is not None:
                 namespace = _namespace(self._model_revision, _salt(parsed.fields))
                 self._begun = self._chains.look(encoder.render_chat(what), namespace)
@@ -183,7 +211,7 @@ class _Reader:
         if begun is not None and chains is not None:
             ids, keys = chains.read(begun)
         else:
-            what = self._what if self._what is not None else prompt_of(self._parsed.route, fields)
+            what = self._what if self._what is not None else prompt_of(self._parsed.route, fields, encoder.habits)
             ids, keys, several = _encode(what, encoder, _namespace(self._model_revision, _salt(fields)), chains)
         if not several:
             return None

@@ -16,8 +16,8 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_router.api.canonical import Layout
-from fleet_text import anthropic_chat, ollama_chat
-from fleet_text.chat import CHAT_FIELDS, ChatInputs, PromptError, chat_inputs
+from fleet_text import anthropic_chat, ollama_chat, responses_chat
+from fleet_text.chat import CHAT_FIELDS, OURS, ChatInputs, Habits, PromptError, chat_inputs
 
 DEFAULT_ANSWER_TOKENS: Final = 128  # expected length when the client names no maximum
 MAX_ANSWER_TOKENS: Final = 1 << 20
@@ -60,7 +60,7 @@ class Path:
     path: str
     kind: Kind
     method: str = "POST"
-    prompt: Callable[[Fields], What | None] | None = None
+    prompt: Callable[[Fields, Habits], What | None] | None = None
     layout: Layout | None = None
     answer: Callable[[Fields], int | None] = lambda fields: None  # most tokens of the answer
     streams: bool = False  # unless the body says no
@@ -79,12 +79,12 @@ def scalar(fields: Fields, name: str) -> Any:
     return {} if text[:1] in (b"{", b"[") else _any.decode(text)
 
 
-def prompt_of(path: Path, fields: Fields) -> What | None:
-    """The prompt of a body; None when it has none that can be read here."""
-    if path.prompt is None:
+def prompt_of(path: Path, fields: Fields, habits: Habits = OURS) -> What | None:
+    """The prompt of a body, as a server with that habits makes it; None when it has none that can be read here."""
+    if path.prompt is None or any(name in fields and bytes(fields[name]) != b"null" for name in habits.unreadable):
         return None
     try:
-        return path.prompt(fields)
+        return path.prompt(fields, habits)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, PromptError, ApiError, RecursionError):
         return None  # malformed in a way that the worker says best (msgspec's errors are ValueErrors)
 
@@ -93,15 +93,20 @@ def _decoded(fields: Fields, wanted: Sequence[str]) -> dict[str, Any]:
     return {name: _any.decode(fields[name]) for name in wanted if name in fields}
 
 
-def _chat(fields: Fields) -> What | None:
-    return chat_inputs(_decoded(fields, CHAT_FIELDS))
+def _chat(fields: Fields, habits: Habits) -> What | None:
+    return chat_inputs(_decoded(fields, CHAT_FIELDS), habits)
 
 
-def _completion(fields: Fields) -> What | None:
+def _responses(fields: Fields, habits: Habits) -> What | None:
+    chat = responses_chat.chat_of(_decoded(fields, responses_chat.FIELDS))
+    return chat_inputs(chat, habits) if chat is not None else None
+
+
+def _completion(fields: Fields, habits: Habits) -> What | None:
     return _input(fields, "prompt")
 
 
-def _embedding(fields: Fields) -> What | None:
+def _embedding(fields: Fields, habits: Habits) -> What | None:
     return _input(fields, "input")
 
 
@@ -125,22 +130,22 @@ def _is_ids(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t < 2**32 for t in given)
 
 
-def _messages(fields: Fields) -> What | None:
-    return chat_inputs(anthropic_chat.chat_of(_decoded(fields, anthropic_chat.FIELDS)))
+def _messages(fields: Fields, habits: Habits) -> What | None:
+    return chat_inputs(anthropic_chat.chat_of(_decoded(fields, anthropic_chat.FIELDS), habits), habits)
 
 
-def _ollama_chat(fields: Fields) -> What | None:
+def _ollama_chat(fields: Fields, habits: Habits) -> What | None:
     return chat_inputs(ollama_chat.chat_of(_decoded(fields, ollama_chat.FIELDS)))
 
 
-def _ollama_generate(fields: Fields) -> What | None:
+def _ollama_generate(fields: Fields, habits: Habits) -> What | None:
     body = _decoded(fields, ollama_chat.FIELDS)
     if scalar(fields, "raw") is True:
         return Text(body["prompt"]) if isinstance(body["prompt"], str) else None
     return chat_inputs(ollama_chat.prompt_of(body))
 
 
-def _ollama_embed(fields: Fields) -> What | None:
+def _ollama_embed(fields: Fields, habits: Habits) -> What | None:
     given = _any.decode(fields["input" if "input" in fields else "prompt"])
     return _one_or_several(given, True) if not _is_ids(given) else None
 
@@ -200,7 +205,7 @@ _POSTS: Final = (
         is_asked=_has("prompt"),
         engines=_OURS,
     ),
-    Path("/v1/responses", Kind.GENERATE, layout=_RESPONSES, answer=_responses_answer, engines=_OTHERS),
+    Path("/v1/responses", Kind.GENERATE, prompt=_responses, layout=_RESPONSES, answer=_responses_answer, engines=_OTHERS),
     Path("/v1/embeddings", Kind.EMBED, prompt=_embedding, layout=_INPUT),
     Path("/api/embed", Kind.EMBED, prompt=_ollama_embed, layout=_OLLAMA_INPUT, engines=_OURS),
     Path("/api/embeddings", Kind.EMBED, prompt=_ollama_embed, layout=_OLLAMA_INPUT, engines=_OURS),
@@ -216,6 +221,39 @@ MODELS_PREFIX: Final = "/v1/models/"
 PATHS: Final[Mapping[str, Path]] = {p.path: p for p in (*_POSTS, *(Path(path, Kind.LOCAL, "GET") for path in _GETS))}
 OPEN: Final = ("/livez", "/readyz", "/health")  # without an API key: a probe has none
 _ONE_MODEL: Final = Path(MODELS_PREFIX + "{id}", Kind.LOCAL, "GET")
+
+
+# What tells a body's path when nothing else does: the path, a field that it must have, and fields of which one tells it from those below.
+_SIGNS: Final = (
+    ("/api/chat", "messages", ("options", "keep_alive", "format", "think")),
+    ("/v1/messages", "messages", ("system", "stop_sequences", "thinking", "mcp_servers")),
+    ("/v1/chat/completions", "messages", ()),
+    ("/v1/responses", "input", ("instructions", "max_output_tokens", "previous_response_id", "reasoning", "text", "temperature", "tools", "stream")),
+    ("/api/embed", "input", ("options", "keep_alive", "truncate")),
+    ("/v1/embeddings", "input", ()),
+    ("/api/generate", "prompt", ("options", "keep_alive", "raw", "template", "context", "system", "think")),
+    ("/v1/completions", "prompt", ()),
+    ("/v1/rerank", "documents", ("query",)),
+    ("/v1/score", "text_1", ()),
+    ("/detokenize", "tokens", ()),
+)
+
+
+def path_of(fields: Fields) -> Path:
+    """The path of a body by its fields; chat completions for what is like no other."""
+    if _has_blocks(fields):
+        return PATHS["/v1/messages"]
+    if "input" in fields and bytes(fields["input"]).lstrip(b" [\n\r\t")[:1] == b"{":
+        return PATHS["/v1/responses"]  # embeddings have texts or ids
+    for path, needed, signs in _SIGNS:
+        if needed in fields and (not signs or any(name in fields for name in signs)):
+            return PATHS[path]
+    return CHAT
+
+
+def _has_blocks(fields: Fields) -> bool:
+    """Messages with blocks that only Anthropic's API has."""
+    return any(mark in bytes(fields.get("messages", b"")) for mark in (b'"tool_use"', b'"tool_result"', b'"tool_use_id"', b'"cache_control"'))
 
 
 def find_path(path: str) -> Path | None:

@@ -46,7 +46,8 @@ class Answers:
             case "metrics":
                 return msgspec.msgpack.encode(self._edges.snapshot())
             case "workers":
-                return msgspec.json.encode({"routerId": brain.settings.router_id, "synced": brain.synced, "workers": reports.workers(brain)})
+                told = {"workers": reports.workers(brain)}
+                return msgspec.json.encode({"routerId": brain.settings.router_id, "synced": brain.synced, **told})
             case "queue":
                 return msgspec.json.encode({"queues": overview.queues(brain)})
             case "overview":

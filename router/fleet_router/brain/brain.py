@@ -207,21 +207,21 @@ class Brain:
 
     def begin(self, want: Want, timeout_s: float) -> Lease | Turn | None:
         """See `Desk`: at once when the best worker is not busy, else from the queue."""
-        if want.any_role or want.prompt_only:
+        if want.any_role:  # it costs a worker next to nothing
             return self.pick(want)
         key = self._key(want)
         pool = self.deciding.pool(key)
         if pool is None:
-            return None
+            return self.pick(want) if want.prompt_only else None  # prefill workers may be there without a partner
         exclude = frozenset([w.slot for w in want.exclude if not w.removed]) if want.exclude else frozenset()
-        if exclude and not pool.without(exclude).is_usable:
+        if exclude and not (pool.for_prompts() if want.prompt_only else pool).without(exclude).is_usable:
             return self.pick(want)  # the others failed too often of late: still rather one of them than the same again
         now, ask = self.clock(), _ask(want)
-        decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude)
+        decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude, prompt_only=want.prompt_only)
         if decision is not None:
             return self._lease(want, decision)
         future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, tag=(want, future))
+        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, want.prompt_only, (want, future))
         try:
             self.deciding.wait(key, request)
         except QueueFull as e:
@@ -468,7 +468,8 @@ class Brain:
         assert record is not None
         slot = next(n for n in range(len(self._by_slot) + 1) if n not in self._by_slot)
         key = (pod.namespace, pod.service) if pod is not None else service_of_record(record)
-        load = self.deciding.add_worker(slot, Speed.of(record.profile, record.kv_capacity_tokens), by_history=True)
+        speed = Speed.of(record.profile, record.kv_capacity_tokens)
+        load = self.deciding.add_worker(slot, speed, by_history=True, page_tokens=record.page_size)
         worker = Worker(slot, endpoint.host, record, key, pod.name if pod is not None else "", load=load)
         self.workers.append(worker)
         self._by_slot[slot] = worker

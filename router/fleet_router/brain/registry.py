@@ -237,7 +237,7 @@ class Registry:
         if healthy and record is None and not reason:
             reason = "/readyz answers but /worker does not; give the internal port of a runtime (--internal-port), or the engine, as vllm+http://"
         healthy = healthy and record is not None
-        changed = (healthy, record, answers) != (endpoint.healthy, endpoint.record, endpoint.answers) or not endpoint.asked
+        changed = (healthy, record, answers, reason) != (endpoint.healthy, endpoint.record, endpoint.answers, endpoint.reason) or not endpoint.asked
         endpoint.asked, endpoint.answers = True, answers
         endpoint.healthy, endpoint.record, endpoint.reason = healthy, record, reason
         endpoint.ever_healthy = endpoint.ever_healthy or healthy

@@ -122,8 +122,8 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
         return _answer(reply) if reply.status == 200 else _not_ok(ApiError.from_body(reply.status, reply.body).message)
 
     @app.post("/debug/route")
-    async def route(request: Request) -> Response:
-        return _answer(await link.ask("route", body=await read_body(request, max_body_bytes), timeout_s=10.0))
+    async def route(request: Request, path: str = "") -> Response:
+        return _answer(await link.ask("route", path, body=await read_body(request, max_body_bytes), timeout_s=10.0))
 
     @app.post("/flush_cache")
     async def flush(request: Request) -> Response:

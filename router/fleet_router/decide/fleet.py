@@ -60,12 +60,21 @@ class Fleet:
         self.rules = rules or QueueRules()
         self.queues: dict[Hashable, CacheQueue] = {}
         self._pools: dict[Hashable, Pool] = {}
+        self._pages: dict[int, int] = {}  # by slot: tokens of a page, where known
+        self._coarse: dict[int, int] = {}  # those with pages larger than a block of the index
         self._draw = draw
 
     # -- workers
 
-    def add_worker(self, slot: int, speed: Speed, *, by_history: bool, learn: bool = True, engine_blocks: int = 0) -> SlotLoad:
-        """A worker that is empty and idle as far as we know."""
+    def add_worker(self, slot: int, speed: Speed, *, by_history: bool, learn: bool = True, engine_blocks: int = 0, page_tokens: int = 0) -> SlotLoad:
+        """A worker that is empty and idle as far as we know.
+
+        Args: page_tokens: it finds whole pages of so many tokens in its cache, and computes the last token of a prompt always; 0: anything.
+        """
+        if page_tokens:
+            self._pages[slot] = page_tokens
+            if page_tokens > self.index.block_tokens:
+                self._coarse[slot] = page_tokens
         self.index.add_slot(slot, speed.kv_capacity_tokens, by_history=by_history, engine_blocks=engine_blocks)
         return self.load.add(slot, speed, learn=learn)
 
@@ -73,6 +82,8 @@ class Fleet:
         """It is gone, or another incarnation has its place. Its picks may still be released."""
         self.index.remove_slot(slot)
         self.load.remove(slot)
+        self._pages.pop(slot, None)
+        self._coarse.pop(slot, None)
 
     def set_pools(self, pools: Mapping[Hashable, Pool]) -> None:
         """The ready workers by pool; queues of pools that are gone keep their requests until they are withdrawn."""
@@ -91,14 +102,25 @@ class Fleet:
 
     def look_up(self, keys: Sequence[int], key_tokens: float = 0.0) -> Hits:
         """Hits of a prompt in all slots. Args: key_tokens: see `Ask`."""
-        return Hits(*self.index.hits(keys, self.load.width, key_tokens))
+        hits = Hits(*self.index.hits(keys, self.load.width, key_tokens))
+        if not key_tokens:
+            for slot, page in self._coarse.items():  # the index knows parts of its pages
+                hits.gpu[slot] -= hits.gpu[slot] % page
+        return hits
 
     def decide(self, pool: Pool, ask: Ask, keys: Sequence[int], now: float, open_slots: Bools | None = None) -> Decision | None:
         """The choice that would be made now; changes nothing. None when nobody in the pool can serve."""
         self.load.tick(now)
         hits = self.look_up(keys, ask.key_tokens)
+        if keys and ask.prompt_tokens == len(keys) * self.index.block_tokens and not ask.key_tokens:
+            self._leave_last(hits, ask.prompt_tokens)
         found = rule.choose(self.load, pool, ask, hits, self._draw, open_slots)
         return Decision(pool, ask, *found, hits) if found is not None else None
+
+    def _leave_last(self, hits: Hits, prompt_tokens: int) -> None:
+        """Whoever holds a whole prompt computes its last page all the same: the next token comes from there."""
+        for slot in (hits.gpu >= prompt_tokens).nonzero()[0].tolist():
+            hits.gpu[slot] -= self._pages.get(slot, 0)
 
     def take(self, decision: Decision, keys: Sequence[int], now: float, *, silent: bool = False, key: Hashable = None) -> Taken:
         """Counts a choice, before anything is awaited.
@@ -161,19 +183,22 @@ class Fleet:
 
         Raises QueueFull. The pool may have no workers: then it waits for them.
         """
-        decision = self.at_once(key, request.ask, request.keys, now, request.klass, request.exclude)
+        decision = self.at_once(key, request.ask, request.keys, now, request.klass, request.exclude, prompt_only=request.prompt_only)
         if decision is None:
             self.wait(key, request)
         return decision
 
     def at_once(
-        self, key: Hashable, ask: Ask, keys: Sequence[int], now: float, klass: str = "default", exclude: Collection[int] = ()
-    ) -> Decision | None:
+        self, key: Hashable, ask: Ask, keys: Sequence[int], now: float, klass: str = "default", exclude: Collection[int] = (),
+        *, prompt_only: bool = False,
+    ) -> Decision | None:  # fmt: skip
         """Decides when nobody waits and the best worker is open: the normal case. Nothing is counted yet."""
         queue = self.queues.get(key)
         pool = self._pools.get(key)
         if pool is None or (queue is not None and len(queue)):
             return None
+        if prompt_only:
+            pool = pool.for_prompts()
         decision = self.decide(pool.without(exclude) if exclude else pool, ask, keys, now)
         return decision if decision is not None and self.is_open(decision, klass) else None
 
@@ -195,7 +220,8 @@ class Fleet:
         if found is None:
             return None
         request, open_slots = found
-        decision = self.decide(queue.pool, request.ask, request.keys, now, open_slots)
+        pool = queue.pool.for_prompts() if request.prompt_only else queue.pool
+        decision = self.decide(pool, request.ask, request.keys, now, open_slots)
         assert decision is not None, "the queue gave a request that nobody can take"
         return request, replace(decision, waited_s=now - request.arrived)
 

@@ -80,6 +80,7 @@ class Waiting:
     klass: str = "default"
     size_bytes: int = 0
     exclude: frozenset[int] = frozenset()
+    prompt_only: bool = False  # there is no answer to decode: a prefill worker serves it alone
     tag: Any = None  # the caller's own
     row: int = -1  # in the matrix of hits; -1: not in a queue
     hits_at: float = -math.inf
@@ -369,7 +370,7 @@ class _Look:
         costs = m[WAIT] + m[UNIT] * miss + m[PENALTY]
         flow = requests[0].flow
         share = BATCH_SHARE_OF_THETA if flow is not None and flow.klass == BATCH else 1.0  # batch never shares a look with others
-        is_open = self._add_answers(costs, prompt, answer) & (m[WAIT] < share * rules.theta_s)
+        is_open = self._add_answers(costs, prompt, answer, requests) & (m[WAIT] < share * rules.theta_s)
         self._exclude(requests, costs, is_open)
         self._keep_room(requests, is_open, age)
         least = costs.min(axis=1)
@@ -386,10 +387,12 @@ class _Look:
         mask[self._slots[wanted[at]]] = True
         return requests[at], mask, float(missing[at] + answer[at, 0])
 
-    def _add_answers(self, costs: Floats, prompt: Floats, answer: Floats) -> Bools:
+    def _add_answers(self, costs: Floats, prompt: Floats, answer: Floats, requests: list[Waiting]) -> Bools:
         """Adds what the answers cost, where they are made; returns which requests fit where."""
         n, pool, m = self._num_alone, self._queue.pool, self._m
         fits = np.ones(costs.shape, np.bool_)
+        prompts = [at for at, request in enumerate(requests) if request.prompt_only] if pool.prefill else []
+        base = costs[prompts, n:] if prompts else None
         if n:
             cost, fits[:, :n] = _answers(m[:, :n], prompt, answer, delta(self._queue.table, pool.slots_alone))
             costs[:, :n] += cost
@@ -402,6 +405,9 @@ class _Look:
             costs[:, n:] += np.where(fit, cost + d[PENALTY], np.inf).min(axis=1)[:, None]
             p = m[:, n:]
             fits[:, n:] &= np.asarray(fit.any(axis=1))[:, None] & ((p[COMMITTED] + prompt <= p[CAPACITY]) | (p[WAIT] <= 0))
+        if base is not None:  # their prefill worker is where they end
+            cost, fits[prompts, n:] = _answers(m[:, n:], prompt[prompts], answer[prompts], delta(self._queue.table, pool.slots_prefill))
+            costs[prompts, n:] = base + cost
         return fits
 
     def _keep_room(self, requests: list[Waiting], is_open: Bools, age: Floats) -> None:

@@ -95,6 +95,10 @@ class Pool:
     def members(self) -> tuple[Member, ...]:
         return (*self.alone, *self.prefill, *self.decode)
 
+    def for_prompts(self) -> Pool:
+        """The same for requests without an answer to decode: whoever computes prompts serves them alone."""
+        return Pool((*self.alone, *self.prefill)) if self.prefill else self
+
     def without(self, slots: Collection[int]) -> Pool:
         """The same without some workers."""
         return Pool(*(tuple(m for m in part if m.slot not in slots) for part in (self.alone, self.prefill, self.decode)))

@@ -50,7 +50,7 @@ class EdgeAnswers:
                 revision = msgspec.json.decode(ask.body, type=ProbeRequest).revision
                 return msgspec.json.encode(await self._service.probe(ask.args[0], ask.args[1], revision))
             case "route":
-                return msgspec.json.encode(await self._service.explain(ask.body))
+                return msgspec.json.encode(await self._service.explain(ask.body, *ask.args))
             case "flush":
                 return msgspec.json.encode({"workers": await self.flush(_read(ask.body or b"{}", ModelNamed).model)})
             case "abort":

@@ -11,6 +11,7 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
 from fleet_router.decide.keys import STRIDE
+from fleet_router.engines import engine_of
 from fleet_router.http.client import Pool, fetch
 from fleet_text.chains import MAX_BYTES, ChatChains, find_cut
 from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError
@@ -69,7 +70,9 @@ class Encoders:
         model_revision = record.model_revision
         try:
             if record.engine != names.ENGINE_OURS:
-                encoder, chains = await asyncio.to_thread(lambda: with_chains(PromptEncoder.from_folder(Path(record.tokenizer)), self._chat_bytes))
+                habits = engine_of(record.engine).habits
+                made = await asyncio.to_thread(PromptEncoder.from_folder, Path(record.tokenizer), habits)
+                encoder, chains = await asyncio.to_thread(with_chains, made, self._chat_bytes)
             else:
                 port = record.ports.internal
                 status, data = await fetch(

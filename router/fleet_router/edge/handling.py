@@ -197,7 +197,7 @@ class Handling:
         parsed, desk, caller, d = self._parsed, self._desk, self._caller, self._dispatcher
         service = d.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=caller)
         caller.check_model(parsed.model, service.facts.key, desk.table.names)
-        excluded = _excluded(parsed.route, service, self._excluded or ())
+        excluded = unfit_workers(parsed.route, service, self._excluded or ())
         revision = desk.choose_revision(service, excluded) if self._revision is None else self._revision
         if revision is None:
             self._wait_for_worker(service)
@@ -381,7 +381,7 @@ class Handling:
     def _answer_failure(self, failure: Failure) -> None:
         """The worker's own words where it had any: workers tell errors in one shape, the path's dialect is written here."""
         answer, exchange = failure.answer, self._exchange
-        if answer is None or failure.error.code == "bad_worker_answer" or self._parsed.dialect is not OPENAI:
+        if answer is None or failure.error.code in errors.NOT_TO_SHOW or self._parsed.dialect is not OPENAI:
             if answer is not None and answer.retry_after is not None and answer.retry_after.isdigit():
                 failure.error.retry_after_s = int(answer.retry_after)
             exchange.fail(failure.error)
@@ -430,7 +430,7 @@ def _told(parsed: Parsed, prompt: Prompt, lease: Lease, request_id: str) -> byte
     return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines
 
 
-def _excluded(path: Path, service: Service[Any], excluded: Collection[WorkerView]) -> Collection[WorkerView]:
+def unfit_workers(path: Path, service: Service[Any], excluded: Collection[WorkerView]) -> Collection[WorkerView]:
     """Workers that may not be chosen: those that failed, and those whose engine does not have the path. Raises ApiError 404 when none has it."""
     if not path.engines:
         return excluded

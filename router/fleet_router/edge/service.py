@@ -15,14 +15,15 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer
 from fleet_router import errors
-from fleet_router.api.body import Prompt, parse_body
-from fleet_router.api.paths import CHAT, COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
+from fleet_router.api.body import Prompt, asked_path, parse_body
+from fleet_router.api.dialects import OLLAMA
+from fleet_router.api.paths import COMPLETIONS, MODELS_PREFIX, OPEN, PATHS, Kind, Path, find_path
 from fleet_router.desk import Desk, Want
 from fleet_router.edge import local
 from fleet_router.edge.access import Access
 from fleet_router.edge.callers import HEADER_CLASS, Caller
 from fleet_router.edge.encoders import Encoders
-from fleet_router.edge.handling import Dispatcher, Handling
+from fleet_router.edge.handling import Dispatcher, Handling, unfit_workers
 from fleet_router.edge.trace_context import passed_on
 from fleet_router.edge.traces import Traces
 from fleet_router.http.client import Pool
@@ -176,21 +177,27 @@ class DataService:
             return ProbeAnswer(ok=False, error=exchange.error or f"the worker answered {exchange.status}")
         return ProbeAnswer(ok=True, ttft_ms=(time.perf_counter() - began) * 1000)
 
-    async def explain(self, body: bytes) -> dict[str, Any]:
-        """The decision for a request body, made by the same code, without sending or counting anything."""
-        parsed = parse_body(CHAT if b'"messages"' in body else COMPLETIONS, body)
-        service = self.dispatcher.find(parsed.model)
-        revision = self.desk.choose_revision(service)
+    async def explain(self, body: bytes, path: str = "") -> dict[str, Any]:
+        """The decision for a request body, made by the same code, without sending or counting anything.
+
+        Args: path: that it would be sent to; without one the body's fields tell it.
+        """
+        parsed = parse_body(asked_path(path, body), body)
+        service = self.dispatcher.find(parsed.model, ollama=parsed.dialect is OLLAMA)
+        excluded = unfit_workers(parsed.route, service, ())
+        revision = self.desk.choose_revision(service, excluded)
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)
-        model_revision = self.dispatcher.model_revision(service, revision)
-        begun = self.dispatcher.begin_prompt(parsed, model_revision)
+        begun = self.dispatcher.begin_prompt(parsed, self.dispatcher.model_revision(service, revision))
         prompt = begun if isinstance(begun, Prompt) else await asyncio.to_thread(begun)
-        want = Want(service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, key_tokens=prompt.key_tokens)
+        want = Want(
+            service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
+            any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED, key_tokens=prompt.key_tokens,
+        )  # fmt: skip
         decision = await self.desk.explain(want)
         if decision is None:
             raise errors.no_ready_worker(service.label, 0)
-        return {**decision, "tokenized": prompt.ids is not None}
+        return {"path": parsed.path, **decision, "tokenized": prompt.ids is not None}
 
 
 def _vet(head: Head) -> None:

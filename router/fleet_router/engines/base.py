@@ -20,6 +20,7 @@ from fleet_router.desk import Lease, Leg
 from fleet_router.http.client import request_parts
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
+from fleet_text.chat import Habits
 
 _any: Final = msgspec.json.Decoder()
 
@@ -78,6 +79,7 @@ class Engine(Protocol):
     kind: str
     abort_path: str  # "" where closing the connection is the abort
     wants_usage: bool  # streams tell their usage only when asked
+    habits: Habits  # how it makes prompts of bodies
 
     async def trouble(self, fetch: Fetch) -> str:
         """Why the worker is not healthy; empty when it is. Raises ApiError when it cannot be asked."""

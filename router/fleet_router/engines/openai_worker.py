@@ -14,6 +14,7 @@ from fleet_contract import errors as contract_errors
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.wire import decode_ids
+from fleet_router import errors
 from fleet_router.api.body import Parsed
 from fleet_router.api.paths import CHAT, COMPLETIONS, MAX_CHOICES
 from fleet_router.desk import Leg
@@ -28,6 +29,8 @@ _TYPES: Final = {
 }  # fmt: skip
 # Fields of a completion whose meaning hangs on the prompt being text.
 _TEXT_ONLY: Final = ("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens", "add_special_tokens", "return_token_ids", "session_params")
+# Fields that change a prompt in ways that we do not follow.
+UNREADABLE: Final = ("truncate_prompt_tokens", "chat_template", "documents")
 _json: Final = msgspec.json.Decoder()
 
 Changes = dict[str, bytes | None]
@@ -90,17 +93,21 @@ def value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
 
 def error(status: int, said: bytes) -> ApiError:
     """An error answer: `{"error": {...}}` or, older, `{"object": "error", ...}` with a number as code. Never a fault of the worker
-    by its shape alone."""
+    by its shape alone; one of another shape (its web framework's, a proxy's) has a code that says so, and no client is shown it as it is."""
     type_ = _TYPES.get(status, contract_errors.INVALID_REQUEST if status < 500 else contract_errors.SERVER)
     try:
         parsed = _json.decode(said)
     except msgspec.DecodeError:
         parsed = None
     inner = parsed.get("error", parsed) if isinstance(parsed, dict) else None
-    message = inner.get("message") if isinstance(inner, dict) else inner if isinstance(inner, str) else None
-    if not isinstance(message, str) or not message:
-        message = f"the worker answered {status}: {said[:200].decode('utf-8', 'replace')}"
-    return ApiError(status, message, type=type_, code=f"worker_{status}")
+    message = inner.get("message") if isinstance(inner, dict) else None
+    if isinstance(message, str) and message:
+        return ApiError(status, message, type=type_, code=f"worker_{status}")
+    if status == 404 and isinstance(inner, dict) and inner.get("detail") == "Not Found":  # of its web framework: it has no such path
+        text = "the worker does not serve this path; its model or its options do not allow it"
+        return ApiError(status, text, type=type_, code=errors.CODE_WORKER_SHAPE)
+    told = inner if isinstance(inner, str) and inner else f"the worker answered {status}: {said[:200].decode('utf-8', 'replace')}"
+    return ApiError(status, told, type=type_, code=errors.CODE_WORKER_SHAPE)
 
 
 def error_event(said: Any) -> ApiError | None:

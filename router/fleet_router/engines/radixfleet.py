@@ -13,6 +13,7 @@ from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad,
 from fleet_router.engines.rooms import ROOMS
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
+from fleet_text.chat import OURS
 
 
 class Radixfleet:
@@ -21,6 +22,7 @@ class Radixfleet:
     kind = names.ENGINE_OURS
     abort_path = "/abort_request"
     wants_usage = False
+    habits = OURS
 
     async def trouble(self, fetch: Fetch) -> str:
         status, body = await fetch("/readyz")

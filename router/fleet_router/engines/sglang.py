@@ -22,6 +22,7 @@ from fleet_router.engines.openai_worker import count
 from fleet_router.engines.rooms import ROOMS
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
+from fleet_text.chat import Habits
 
 # Paths, older name first; a server that does not have one answers 404.
 SERVER_INFO: Final = ("/get_server_info", "/server_info")
@@ -37,6 +38,10 @@ class Sglang:
     kind = names.ENGINE_SGLANG
     abort_path = "/abort_request"
     wants_usage = True
+    habits = Habits(
+        part_break=" ", joins_turns=False, result_break="\n", tells_failures=False, fills_content=True, effort_variables=("reasoning_effort",),
+        unreadable=openai_worker.UNREADABLE,
+    )  # fmt: skip
 
     async def trouble(self, fetch: Fetch) -> str:
         status, _ = await fetch("/health")

@@ -22,6 +22,7 @@ from fleet_router.engines.openai_worker import count
 from fleet_router.engines.prometheus import labels_of, total
 from fleet_router.table import WorkerView
 from fleet_router.target import MOONCAKE, Target
+from fleet_text.chat import Habits
 
 RUNNING: Final = "vllm:num_requests_running"
 WAITING: Final = "vllm:num_requests_waiting"
@@ -37,6 +38,10 @@ class Vllm:
     kind = names.ENGINE_VLLM
     abort_path = ""
     wants_usage = True
+    habits = Habits(
+        part_break="\n", joins_turns=False, result_break="\n", tells_failures=False, keeps_tools=True, fills_content=True,
+        effort_variables=("reasoning_effort", "enable_thinking"), unreadable=openai_worker.UNREADABLE,
+    )  # fmt: skip
 
     async def trouble(self, fetch: Fetch) -> str:
         status, _ = await fetch("/health")
@@ -111,7 +116,7 @@ class Vllm:
 
 
 class NixlHandOver:
-    """Prefill first, for one token; what it says of its blocks goes to the decode, which reads them. Only that reading frees them early."""
+    """Prefill first, for one token; what it says of its blocks goes to the decode, which reads them. Only that habits frees them early."""
 
     patient = True
     watches_transfer = True

@@ -26,6 +26,7 @@ class KvPublisher:
         self.topic = topic
         self.sequence = 0
         self.kept: list[tuple[int, bytes]] = []
+        self.asked: list[int] = []  # where each replay began
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
@@ -37,7 +38,10 @@ class KvPublisher:
 
     def stored(self, hashes: list[int | bytes], tokens: list[int], *, parent: int | bytes | None = None, block_size: int = 16) -> Any:
         values = (hashes, parent, tokens, block_size, None, "GPU", None)
-        return {"type": "BlockStored", **dict(zip(STORED_FIELDS, values, strict=True))} if self.maps else ["BlockStored", *values[:6]]
+        if not self.maps:
+            return ["BlockStored", *values[:6]]
+        more = {"extra_keys": [None] * len(hashes), "group_idx": 0, "kv_cache_spec_kind": "full_attention"}  # as vLLM 0.32 writes them
+        return {"type": "BlockStored", **dict(zip(STORED_FIELDS, values, strict=True)), **more}
 
     def removed(self, hashes: list[int | bytes]) -> Any:
         return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"} if self.maps else ["BlockRemoved", hashes, "GPU"]
@@ -58,6 +62,11 @@ class KvPublisher:
             await self._pub.send_multipart([self.topic, number.to_bytes(8, "big"), payload])
         return number
 
+    def restart(self) -> None:
+        """A new life of the engine at the same ports: it counts from 0 and has kept nothing."""
+        self.sequence = 0
+        self.kept.clear()
+
     async def close(self) -> None:
         self._replays.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -70,8 +79,9 @@ class KvPublisher:
         while True:
             client, *rest = await self._router.recv_multipart()
             start = int.from_bytes(rest[-1], "big")
+            self.asked.append(start)
             head = [client, b""] + ([self.topic] if self.frames == 3 else [])
             for number, payload in self.kept:
                 if number >= start:
                     await self._router.send_multipart([*head, number.to_bytes(8, "big"), payload])
-            await self._router.send_multipart([*head, END, b""])
+            await self._router.send_multipart([client, b"", *([b""] if self.frames == 3 else []), END, b""])  # vLLM names no topic there

@@ -37,6 +37,7 @@ class FakeVllm(FakeEngine):
     transfers: Transfers = field(default_factory=Transfers)
     engine_id: str = ""
     capacity_blocks: int = 4096
+    block_size: int = 16
     busy: tuple[int, int] = (0, 0)  # running and waiting of others
     version: str = "0.32.0"
     max_model_len: int = 4096
@@ -87,7 +88,7 @@ class FakeVllm(FakeEngine):
             f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} {float(waiting)}\n'
             f"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{{{labels}}} {used}\n"
             "# TYPE vllm:cache_config_info gauge\n"
-            'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",'
+            f'vllm:cache_config_info{{block_size="{self.block_size}",cache_dtype="auto",engine="0",'
             f'num_gpu_blocks="{self.capacity_blocks}",sliding_window="None"}} 1.0\n'
         )
 
