@@ -143,6 +143,19 @@ async def test_r5_a_choice_uses_what_foreign_events_told(make_engine: MakeEngine
     await router.until_idle()
 
 
+async def test_what_an_answer_in_one_piece_has_computed_is_expected_until_its_events_come(
+    make_engine: MakeEngine, make_router: MakeRouter, tokenizer_folder: Path
+) -> None:
+    """Red before: the answer's end took the expectation back, and a client's next turn could come before the event."""
+    engine = await make_engine()
+    router = await make_router("--static", targets([engine], tokenizer_folder))
+    await until_live(router, 1)
+    await until_held(router, engine, PROMPT, 0)
+    await served_by(router, PROMPT)
+    assert await explained(router, [*PROMPT, 1]) == {engine.name: 640}
+    await until_held(router, engine, [*PROMPT, 1], 0)  # it told nothing: so it holds nothing
+
+
 @pytest.mark.rule("R4")
 async def test_r4_a_gap_of_a_foreign_stream_is_replayed_and_believed_again(
     make_engine: MakeEngine, make_router: MakeRouter, tokenizer_folder: Path

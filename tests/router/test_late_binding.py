@@ -199,3 +199,55 @@ async def test_r24_when_all_workers_fail_retries_stay_within_their_budget(make_w
     assert requests < starts <= requests * 1.1 + 2 * BUDGET_FLOOR
     assert fleet.counter("retries_refused_total") > 0
     await fleet.idle()
+
+
+# -- requests without an answer to decode
+
+
+async def embed(fleet: Fleet, text: str) -> httpx.Response:
+    return await fleet.post("/v1/embeddings", {"model": "tiny", "input": text})
+
+
+@pytest.mark.rule("R35")
+@pytest.mark.rule("R12")
+@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")])
+async def test_embeddings_wait_in_the_same_queue_as_generations(roles: tuple[str, ...], make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    worker, *partners = [await make_worker(role) for role in roles]
+    fleet = await make_fleet(worker, *partners)
+    gate = asyncio.Event()
+    worker.scripts.append(Script(wait=gate, status=200, body=b"{}"))
+    first = asyncio.create_task(embed(fleet, f"0 {PROMPT}"))
+    await until(lambda: len(worker.legs) == 1, "the worker has it")
+    others = [asyncio.create_task(embed(fleet, f"1 {PROMPT}")), asyncio.create_task(fleet.chat(f"2 {PROMPT}"))]
+    await until(lambda: waiting(fleet) == 2, "both wait in the router")
+    assert len(worker.legs) == 1
+    assert len({id(queue) for _, queue in fleet.brain.queues() if len(queue)}) == 1
+    fleet.brain.deciding.check_integrity()
+    gate.set()
+    assert [(await task).status_code for task in (first, *others)] == [200] * 3
+    assert all(not p.legs or p.legs[0].path == "/v1/chat/completions" for p in partners)
+    await fleet.idle()
+
+
+@pytest.mark.rule("R18")
+async def test_embeddings_are_refused_when_the_queue_is_full_or_their_time_is_over(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    worker = await make_worker()
+    fleet = await make_fleet(worker, max_queue=1, busy_timeout=0.5)
+    gate, first = await hold(worker, fleet)
+    late = asyncio.create_task(embed(fleet, f"1 {PROMPT}"))
+    await until(lambda: waiting(fleet) == 1, "it waits")
+    full = await embed(fleet, f"2 {PROMPT}")
+    assert full.status_code in (429, 503) and "queue" in full.json()["error"]["code"]
+    told = await late
+    assert (told.status_code, told.json()["error"]["code"]) == (503, "all_busy") and int(told.headers["retry-after"]) >= 1
+    gate.set()
+    assert (await first).status_code == 200
+
+
+async def test_what_computes_nothing_does_not_wait(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    worker = await make_worker()
+    fleet = await make_fleet(worker)
+    gate, first = await hold(worker, fleet)
+    assert (await fleet.post("/tokenize", {"model": "tiny", "prompt": PROMPT})).status_code == 200
+    gate.set()
+    assert (await first).status_code == 200

@@ -32,7 +32,7 @@ from fleet_testing.engines.sglang import FakeSglang
 from fleet_testing.engines.vllm import FakeVllm
 from fleet_testing.fake_worker import FakeWorker, tiny_tokenizer_zip
 from fleet_testing.router_fleet import Fleet, MakeWorker
-from fleet_testing.router_process import until
+from fleet_testing.router_process import RouterProcess, until, until_async
 
 Start = Callable[..., Awaitable[Any]]
 Front = Callable[..., Awaitable[Fleet]]
@@ -407,3 +407,35 @@ async def test_a_tokenizer_folder_without_a_tokenizer_is_named_as_the_cause(star
     await until(lambda: str(tmp_path) in endpoint.reason, "the reason is known")
     (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file())
     await until(lambda: fleet.ready() == 1, "it is there now")
+
+
+async def test_why_a_worker_is_not_read_or_not_ready_is_told(
+    start_engine: Start, make_router: Callable[..., Awaitable[RouterProcess]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: a worker without its key was in no list, and why a stalled one stays so was never said again."""
+    engine = await start_engine(FakeVllm(api_key="secret-of-the-worker"))
+    monkeypatch.setenv("RADIXFLEET_WORKER_KEY_TINY", "secret-of-the-worker")
+    router = await make_router("--static", engine.url(), ready=False)
+
+    async def told(part: str) -> str:
+        return " ".join(entry["reason"] for entry in (await router.get("/workers"))[part])
+
+    async def refused() -> bool:
+        return "401" in await told("unread")
+
+    await until_async(refused, "the refused key is named")
+    other = await make_router("--static", engine.url(key_env="RADIXFLEET_WORKER_KEY_TINY"))
+    workers = (await other.get("/workers"))["workers"]
+    assert [(w["state"], w["reason"]) for w in workers] == [("ready", "")]
+    port = engine.port
+    engine.kill()
+
+    async def stalled(why: str) -> bool:
+        found = (await other.get("/workers"))["workers"]
+        return bool(found and found[0]["state"] != "ready" and why in found[0]["reason"])
+
+    await until_async(lambda: stalled("could not be reached"), "it is away")
+    engine.api_key = "a new secret"
+    await engine.start(port)
+    await until_async(lambda: stalled("401"), "it is back with another key")
+    assert "401" in other.log.read_text()

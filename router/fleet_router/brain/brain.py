@@ -212,7 +212,7 @@ class Brain:
         key = self._key(want)
         pool = self.deciding.pool(key)
         if pool is None:
-            return self.pick(want) if want.prompt_only else None  # prefill workers may be there without a partner
+            return None
         exclude = frozenset([w.slot for w in want.exclude if not w.removed]) if want.exclude else frozenset()
         if exclude and not (pool.for_prompts() if want.prompt_only else pool).without(exclude).is_usable:
             return self.pick(want)  # the others failed too often of late: still rather one of them than the same again
@@ -301,6 +301,10 @@ class Brain:
         self.counters.add("prompt_tokens_total", lease.prompt_tokens)
         self.counters.add("predicted_cached_tokens_total", lease.predicted_tokens)
         self.counters.add("cached_tokens_total", actual)
+        if (taken := self._taken.get(lease.number)) is not None:  # an answer in one piece: its events may still be on their way
+            self.deciding.computed(taken, self.clock())
+            if self.deciding.needs_ticks:
+                self._set_timer()
         if not worker.removed:
             self.deciding.learn_cached(worker.slot, self._taken[lease.number], actual)
 

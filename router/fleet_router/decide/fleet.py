@@ -159,6 +159,10 @@ class Fleet:
         """The prompt is computed: it is no waiting work any more. Again is nothing."""
         for load, pick in taken.picks:
             load.start(pick, now)
+        self.computed(taken, now)
+
+    def computed(self, taken: Taken, now: float) -> None:
+        """The same where nobody has seen the first token: nothing is learned of its time. Again is nothing."""
         for expectation in taken.expectations:
             self.index.settle(expectation, now)
         taken.expectations.clear()

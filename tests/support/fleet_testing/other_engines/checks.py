@@ -38,7 +38,7 @@ def told(path: str, answer: Any) -> tuple[int, int]:
     usage = answer["usage"]
     if path == MESSAGES:
         cached = usage["cache_read_input_tokens"]
-        return usage["input_tokens"] + cached, cached
+        return usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached, cached
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     return usage.get("prompt_tokens") or usage["input_tokens"], details.get("cached_tokens") or 0
 
@@ -239,12 +239,14 @@ async def keys(stage: Stage) -> str:
         return any("401" in entry["reason"] for entry in (await router.get("/workers"))["unread"])
 
     await until_async(refused, "the router says that its key is refused")
-    await stage.front(stage.tooled.target(service="tooled", tokenizer=stage.with_tools, key_env=KEY_VARIABLE))
+    await stage.front(stage.tooled.target(service="tooled", key_env=KEY_VARIABLE))
+    expect((await _hits(stage, _prompt(1)))[0] == 0, otherwise="it knows a prompt that nobody has asked")
     return "401 is named as the reason"
 
 
 async def tool_prompts(stage: Stage) -> str:
     """See `prompts_of`; of the vLLM with a key and a template that knows tools."""
+    await stage.front(stage.tooled.target(service="tooled", tokenizer=stage.with_tools, key_env=KEY_VARIABLE))
     return await prompts_of(stage, TOOLED)
 
 
@@ -262,7 +264,8 @@ async def two_workers(stage: Stage) -> str:
             expect(hit == cached, otherwise=f"turn {turn} of chat {chat}: predicted {hit}, cached {cached}")
             expect(homes.setdefault(chat, worker) == worker, otherwise=f"turn {turn} of chat {chat} went to {worker}, its cache is at {homes[chat]}")
             expect(turn == 0 or cached > 0, otherwise=f"turn {turn} of chat {chat} found nothing cached")
-    expect(len(set(homes.values())) == 2, otherwise="one worker got all")
+    routed = await stage.explain({"prompt": [29_000, *range(31_000, 31_300)]}, COMPLETIONS)
+    expect(len(set(homes.values())) == 2, otherwise=f"one worker got all; a new conversation would be routed so: {routed}")
     return "6 conversations of 3 turns"
 
 
