@@ -1,6 +1,6 @@
 # `make help` lists what there is. The work is done by dev/setup, dev/test and the package fleet_local.
 .DEFAULT_GOAL := help
-.PHONY: cancels rolling cases rules fuzz fuzz-router chaos-router promises soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
+.PHONY: cancels other-engines rolling cases rules fuzz fuzz-router chaos-router promises soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
   bench-choice bench-router router-profile bench-runtime format clean
 PYTHON := .venv/bin/python
 
@@ -39,6 +39,8 @@ chaos-router: setup-python ## the long test: 10 minutes of killed clients and wo
 
 promises: setup-python ## design rules of the router at their full size: memory, endings and digests of 10,000 requests, a restart (ARGS='R8 R21')
 	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.promises $(ARGS)
+other-engines: setup ## the router in front of a real vLLM on this machine, check by check; installs vLLM (8 GB) the first time (ARGS='--checks a,b')
+	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.other_engines $(ARGS)
 
 cases: setup ## one line for each fault from the field: which have a passing test
 	@PYTHONPATH=tests/support .venv/bin/python -m fleet_testing.case_report

@@ -58,6 +58,7 @@ class WorkerRecord(Struct, rename="camel", frozen=True):
     engine_ids: list[str] = field(default_factory=list)  # by data-parallel rank, where the hand-over names the sender (Mooncake)
     tokenizer: str = ""  # folder with the model's tokenizer, on the router's machine
     key_env: str = ""  # environment variable of the router that holds the worker's API key
+    adapters: list[str] = field(default_factory=list)  # those served names that are LoRA adapters: their prefixes are their own
 
 
 class Seen(Struct, rename="camel"):

@@ -61,6 +61,7 @@ class Service(Generic[W]):
     def __init__(self, facts: ServiceFacts) -> None:
         self.facts = facts
         self.workers: list[W] = []
+        self.adapters: set[str] = set()  # LoRA adapters that some of the workers have
         self._units: dict[str, int] | None = None  # every change of a worker makes a new table
 
     @property
@@ -103,6 +104,7 @@ class Table(Generic[W]):
             service = self.services.get(w.service)
             if service is not None:
                 service.workers.append(w)
+                service.adapters.update(w.record.adapters)
         self.names = name_table([s.facts for s in self.services.values()])
 
     def resolve(self, model: str) -> Service[W] | None:
@@ -131,4 +133,7 @@ def static_services(workers: Sequence[WorkerView]) -> list[ServiceFacts]:
         if w.service not in found:
             short = next((n for n in w.record.served_names if "/" not in n), "") or next(iter(w.record.served_names), "")
             found[w.service] = ServiceFacts(namespace=w.service[0], name=w.service[1], model_name=short, aliases=list(w.record.served_names))
+        elif w.record.adapters:
+            known = found[w.service].aliases
+            known += [name for name in w.record.adapters if name not in known]
     return [found[key] for key in sorted(found)]

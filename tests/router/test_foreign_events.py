@@ -244,3 +244,32 @@ async def test_r41_recorded_events_of_a_real_vllm_promise_what_it_had_cached(
         assert await explained(router, [*longer[:200], *longer[:200]]) == {engine.name: 128}
     finally:
         await events.close()
+
+
+@pytest.mark.rule("R2")
+async def test_r2_an_adapter_s_prefixes_are_its_own_and_only_workers_with_it_serve_it(
+    start_engine: Start, make_router: MakeRouter, tokenizer_folder: Path
+) -> None:
+    """Red before: the base model's blocks counted for the adapter, and a worker without it answered with the base model."""
+    streams = [KvPublisher(maps=True) for _ in range(2)]
+    try:
+        servers = [await start_engine(FakeVllm()), await start_engine(FakeVllm(adapters=("poet",)))]
+        plain, adapted = (Engine(server, events, lambda h: h) for server, events in zip(servers, streams, strict=True))
+        base, lora = plain.stored(PROMPT), adapted.stored(PROMPT[:320])
+        await plain.events.publish(base)
+        await adapted.events.publish({**lora, "lora_name": "poet", "lora_id": 1, "extra_keys": [["poet"]] * len(lora["block_hashes"])})
+        router = await make_router("--static", targets([plain, adapted], tokenizer_folder))
+        await router.until_workers(2)
+        await until_held(router, plain, [*PROMPT, 1], 640)
+        assert await explained(router, [*PROMPT, 1]) == {plain.name: 640, adapted.name: 0}
+        assert await explained(router, [*PROMPT, 1], model="poet") == {adapted.name: 320}
+        for n in range(6):
+            body = {"model": "poet", "prompt": [n, *PROMPT], "max_tokens": 1}
+            answer = await router.http.post(f"{router.url}/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["x-router-worker"]) == (200, adapted.name)
+        assert {r.json["model"] for r in adapted.server.generations} == {"poet"} and not plain.server.generations
+        listed = (await router.http.get(f"{router.url}/v1/models")).json()["data"]
+        assert {m["id"] for m in listed} >= {"org/tiny", "poet"}
+    finally:
+        for events in streams:
+            await events.close()

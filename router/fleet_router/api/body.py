@@ -61,6 +61,7 @@ class Parsed:
     body: bytes
     kind: Kind  # of the route, but for a body that asks for nothing
     passed_on: Sequence[tuple[str, str]] = ()  # headers of the client's that go to workers
+    adapter: str = ""  # a LoRA adapter that `model` names; known with the service
 
     @property
     def path(self) -> str:
@@ -149,7 +150,7 @@ def begin_prompt(
     Args:
         parsed: of `parse_body`.
         encoder: of the model revision that will serve; None while it is not here yet.
-        model_revision: of those workers; with the body's `cache_salt` it is the namespace of the keys.
+        model_revision: of those workers; with the adapter and the body's `cache_salt` it is the namespace of the keys.
         chains: chats of before, of the same encoder: only what a chat adds is tokenised.
         tokens_per_byte: of prompts of this model, as learned.
     Returns:
@@ -180,7 +181,7 @@ class _Reader:
         try:
             what = self._what = prompt_of(parsed.route, parsed.fields, encoder.habits)
             if isinstance(what, ChatInputs) and self._chains is not None:
-                namespace = _namespace(self._model_revision, _salt(parsed.fields))
+                namespace = _namespace(self._model_revision, parsed.adapter, _salt(parsed.fields))
                 self._begun = self._chains.look(encoder.render_chat(what), namespace)
                 return self._begun.missing_chars > INLINE_BYTES
         except _REFUSED:
@@ -212,7 +213,7 @@ class _Reader:
             ids, keys = chains.read(begun)
         else:
             what = self._what if self._what is not None else prompt_of(self._parsed.route, fields, encoder.habits)
-            ids, keys, several = _encode(what, encoder, _namespace(self._model_revision, _salt(fields)), chains)
+            ids, keys, several = _encode(what, encoder, _namespace(self._model_revision, self._parsed.adapter, _salt(fields)), chains)
         if not several:
             return None
         choices = min(MAX_CHOICES, _choices(fields) * several)
@@ -231,11 +232,11 @@ def _by_bytes(parsed: Parsed, model_revision: str, tokens_per_byte: float) -> Pr
             return Prompt(_estimate(len(parsed.body), tokens_per_byte), choices=min(MAX_CHOICES, choices * what.count))
         if isinstance(what, list):
             packed = encode_ids(what)
-            return Prompt(len(what), packed, _keys(_namespace(model_revision, salt), packed), choices)
+            return Prompt(len(what), packed, _keys(_namespace(model_revision, parsed.adapter, salt), packed), choices)
     found = canonical(layout, fields)
     if found is None:
         return Prompt(_estimate(len(parsed.body), tokens_per_byte), choices=choices)
-    keys = bytes_chain(_namespace_of_bytes(model_revision, salt), found.data[:MAX_KEYED_BYTES])
+    keys = bytes_chain(_namespace_of_bytes(model_revision, parsed.adapter, salt), found.data[:MAX_KEYED_BYTES])
     size = len(found.data)
     return Prompt(_estimate(size, tokens_per_byte), None, keys, choices, BLOCK_BYTES * tokens_per_byte, size if found.is_text else 0)
 
@@ -255,13 +256,13 @@ def _choices(fields: dict[str, msgspec.Raw]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _namespace_of_bytes(model_revision: str, salt: str) -> int:
-    return bytes_namespace_hash(model_revision, salt=salt)
+def _namespace_of_bytes(model_revision: str, adapter: str, salt: str) -> int:
+    return bytes_namespace_hash(model_revision, adapter, salt)
 
 
 @lru_cache(maxsize=1024)
-def _namespace(model_revision: str, salt: str) -> int:
-    return namespace_hash(model_revision, salt=salt)
+def _namespace(model_revision: str, adapter: str, salt: str) -> int:
+    return namespace_hash(model_revision, adapter, salt)
 
 
 def _encode(what: What | None, encoder: PromptEncoder, namespace: int, chains: ChatChains | None) -> tuple[bytes, tuple[int, ...], int]:

@@ -18,7 +18,7 @@ from fleet_contract.errors import ApiError
 from fleet_router import errors
 from fleet_router.api.body import LongPrompt, Parsed, Prompt, begin_prompt
 from fleet_router.api.dialects import OLLAMA, OPENAI
-from fleet_router.api.paths import PATHS, Kind, Path
+from fleet_router.api.paths import PATHS, Kind
 from fleet_router.decide.retry import RetryBudget
 from fleet_router.desk import Desk, Lease, Turn, Want
 from fleet_router.edge import local
@@ -197,7 +197,7 @@ class Handling:
         parsed, desk, caller, d = self._parsed, self._desk, self._caller, self._dispatcher
         service = d.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=caller)
         caller.check_model(parsed.model, service.facts.key, desk.table.names)
-        excluded = unfit_workers(parsed.route, service, self._excluded or ())
+        excluded = unfit_workers(parsed, service, self._excluded or ())
         revision = desk.choose_revision(service, excluded) if self._revision is None else self._revision
         if revision is None:
             self._wait_for_worker(service)
@@ -430,8 +430,16 @@ def _told(parsed: Parsed, prompt: Prompt, lease: Lease, request_id: str) -> byte
     return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines
 
 
-def unfit_workers(path: Path, service: Service[Any], excluded: Collection[WorkerView]) -> Collection[WorkerView]:
-    """Workers that may not be chosen: those that failed, and those whose engine does not have the path. Raises ApiError 404 when none has it."""
+def unfit_workers(parsed: Parsed, service: Service[Any], excluded: Collection[WorkerView]) -> Collection[WorkerView]:
+    """Workers that may not be chosen: those that failed, and those without the adapter or whose engine does not have the path.
+
+    Notes the adapter that the request names. Raises ApiError 404 when no engine has the path.
+    """
+    path, model = parsed.route, parsed.model
+    if service.adapters:
+        parsed.adapter = model if model in service.adapters else ""
+        if parsed.adapter:
+            excluded = {*excluded, *[w for w in service.workers if model not in w.record.adapters]}
     if not path.engines:
         return excluded
     ready = [w for w in service.workers if w.routable]

@@ -184,7 +184,7 @@ class DataService:
         """
         parsed = parse_body(asked_path(path, body), body)
         service = self.dispatcher.find(parsed.model, ollama=parsed.dialect is OLLAMA)
-        excluded = unfit_workers(parsed.route, service, ())
+        excluded = unfit_workers(parsed, service, ())
         revision = self.desk.choose_revision(service, excluded)
         if revision is None:
             raise errors.no_ready_worker(service.label, 0)

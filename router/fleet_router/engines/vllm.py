@@ -83,6 +83,7 @@ class Vllm:
             engine_ids=engine_ids,
             tokenizer=target.tokenizer,
             key_env=target.key_env,
+            adapters=[str(m["id"]) for m in models if m.get("parent") is not None],
         )
 
     async def load(self, fetch: Fetch, record: WorkerRecord) -> PolledLoad | None:

@@ -42,6 +42,7 @@ class FakeVllm(FakeEngine):
     version: str = "0.32.0"
     max_model_len: int = 4096
     bootstrap_port: int = 0
+    adapters: tuple[str, ...] = ()
     reads: int = 0
 
     scheme = "vllm"
@@ -65,7 +66,8 @@ class FakeVllm(FakeEngine):
                 return 200, json.dumps({"version": self.version}).encode(), "application/json"
             case "/v1/models":
                 base = {"id": self.served, "object": "model", "root": self.served, "parent": None, "max_model_len": self.max_model_len}
-                return 200, json.dumps({"object": "list", "data": [base]}).encode(), "application/json"
+                more = [{"id": name, "object": "model", "root": f"/adapters/{name}", "parent": self.served} for name in self.adapters]
+                return 200, json.dumps({"object": "list", "data": [base, *more]}).encode(), "application/json"
             case "/metrics":
                 return 200, self.metrics().encode(), "text/plain; version=0.0.4"
             case "/query":
@@ -93,7 +95,7 @@ class FakeVllm(FakeEngine):
         )
 
     async def work(self, body: dict[str, Any], request: Received, out: Output) -> None:
-        if body["model"] != self.served:
+        if body["model"] not in (self.served, *self.adapters):
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         prompt = prompt_text(body)
         if (body.get("max_tokens") or 0) + len(prompt) // 4 > self.max_model_len:

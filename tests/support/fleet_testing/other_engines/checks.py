@@ -11,7 +11,7 @@ from typing import Any, Final
 from fleet_testing.engines.server import said_text
 from fleet_testing.other_engines.prompts import CHAT, COMPLETIONS, MESSAGES, PLAIN, RESPONSES, TOOLED, Bodies
 from fleet_testing.other_engines.proxy import CutProxy
-from fleet_testing.other_engines.stage import KEY_VARIABLE, Stage, Vllm
+from fleet_testing.other_engines.stage import ADAPTER, KEY_VARIABLE, MODEL, Stage, Vllm
 from fleet_testing.router_process import until_async
 
 ABORT_S: Final = 10.0  # vLLM sees a closed connection, then ends its step; on a busy machine both take time
@@ -236,7 +236,7 @@ async def keys(stage: Stage) -> str:
     router = await stage.front(stage.tooled.target(service="tooled", tokenizer=""), ready=0)
 
     async def refused() -> bool:
-        return any("401" in entry["reason"] for entry in (await router.get("/workers"))["unread"])
+        return any("401" in entry["reason"] for entry in (await router.get("/workers"))["workers"])
 
     await until_async(refused, "the router says that its key is refused")
     await stage.front(stage.tooled.target(service="tooled", key_env=KEY_VARIABLE))
@@ -248,6 +248,21 @@ async def tool_prompts(stage: Stage) -> str:
     """See `prompts_of`; of the vLLM with a key and a template that knows tools."""
     await stage.front(stage.tooled.target(service="tooled", tokenizer=stage.with_tools, key_env=KEY_VARIABLE))
     return await prompts_of(stage, TOOLED)
+
+
+async def adapters(stage: Stage) -> str:
+    """What a LoRA adapter has computed is its own; only the vLLM that has it is asked for it."""
+    await stage.front(stage.plain.target(service="both"), stage.tooled.target(service="both", key_env=KEY_VARIABLE))
+    body = {"prompt": _prompt(20)} | limited(COMPLETIONS, 1)
+    for model, homes in ((MODEL, None), (ADAPTER, {f"127.0.0.1:{stage.tooled.port}"})):
+        seen = []
+        for _ in range(2):
+            answer = await stage.ask(COMPLETIONS, body | {"model": model})
+            expect(answer.status_code == 200, otherwise=answer.text)
+            expect(homes is None or answer.headers["x-router-worker"] in homes, otherwise=f"{model} went to {answer.headers['x-router-worker']}")
+            seen.append((int(answer.headers["x-router-hit-tokens"]), told(COMPLETIONS, answer.json())[1]))
+        expect(seen[0] == (0, 0) and seen[1][0] == seen[1][1] > 0, otherwise=f"predicted and cached of {model} are {seen}")
+    return "its prefixes are its own"
 
 
 async def two_workers(stage: Stage) -> str:
@@ -283,4 +298,5 @@ CHECKS: Final[dict[str, Check]] = {
     "keys": keys,
     "tool-prompts": tool_prompts,
     "two-workers": two_workers,
+    "adapters": adapters,
 }

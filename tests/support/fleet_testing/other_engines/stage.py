@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import numpy as np
+from safetensors.numpy import save_file
 
 from fleet_bench.peers.servers import Kind, Server, free_port, vllm
 from fleet_testing.router_process import RouterProcess, until_async
@@ -22,6 +24,8 @@ MODEL: Final = "bench"  # as `fleet_bench.peers.servers` names it
 START_S: Final = 300.0  # a machine with other work on it
 KEY_VARIABLE: Final = "RADIXFLEET_WORKER_KEY_CHECK"
 KEY: Final = "a-key-of-the-check"
+ADAPTER: Final = "poet"
+RANK: Final = 8
 # A template as models with tools have it: it goes through parts of a message, and knows tools, calls and reasoning.
 TOOL_TEMPLATE: Final = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -43,6 +47,25 @@ def folder_with_template(model: Path, folder: Path, template: str) -> Path:
         if file.name != "chat_template.jinja":
             (folder / file.name).symlink_to(file.resolve())
     (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def adapter_folder(model: Path, folder: Path) -> Path:
+    """A LoRA adapter of small random numbers, as PEFT writes one."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, head = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    out = {"q_proj": hidden, "v_proj": head * config["num_key_value_heads"]}
+    draw = np.random.default_rng(1)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in out.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = draw.normal(0, 0.02, (RANK, hidden)).astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = draw.normal(0, 0.02, (width, RANK)).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": list(out), "task_type": "CAUSAL_LM", "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -110,7 +133,8 @@ class Stage:
         self.with_tools = folder_with_template(model, folder / "with-tools", TOOL_TEMPLATE)
         self.plain = Vllm(python, model)
         template = str(self.with_tools / "chat_template.jinja")
-        flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--api-key", KEY, "--chat-template", template)
+        adapter = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={adapter_folder(model, folder / 'adapter')}")
+        flags = (*adapter, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--api-key", KEY, "--chat-template", template)
         self.tooled = Vllm(python, model, flags, {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"})
         self.router: RouterProcess | None = None
         self.http = httpx.AsyncClient(timeout=120.0, trust_env=False)
