@@ -439,3 +439,23 @@ async def test_why_a_worker_is_not_read_or_not_ready_is_told(
     await engine.start(port)
     await until_async(lambda: stalled("401"), "it is back with another key")
     assert "401" in other.log.read_text()
+
+
+@pytest.mark.parametrize(("kind", "path"), [(FakeVllm, "/reset_prefix_cache"), (FakeSglang, "/flush_cache")])
+async def test_a_flush_asks_each_engine_in_its_own_words_and_with_its_key(
+    kind: Any, path: str, start_engine: Start, make_router: Callable[..., Awaitable[RouterProcess]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: every engine was asked for /flush_cache, without its key."""
+
+    class Flushed(kind):  # type: ignore[misc]
+        def simple(self, request: Any) -> Any:
+            return (200, b"", "text/plain") if request.path == path else super().simple(request)
+
+    monkeypatch.setenv("RADIXFLEET_WORKER_KEY_TINY", "secret-of-the-worker")
+    engines = [await start_engine(k(api_key="secret-of-the-worker")) for k in (Flushed, FakeVllm)]
+    router = await make_router("--static", ",".join(e.url(key_env="RADIXFLEET_WORKER_KEY_TINY", service="s", revision="r") for e in engines))
+    await router.until_workers(2)
+    said = (await router.http.post(f"{router.control}/flush_cache", json={"model": "org/tiny"})).json()["workers"]
+    assert said[f"127.0.0.1:{engines[0].port}"] == {"ok": True}
+    refused = said[f"127.0.0.1:{engines[1].port}"]
+    assert not refused["ok"] and refused["error"].startswith("POST /reset_prefix_cache: the worker does not serve this path")

@@ -11,6 +11,8 @@ import msgspec
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeRequest
 from fleet_router.edge.service import DataService
+from fleet_router.engines import engine_of
+from fleet_router.engines.base import key_headers
 from fleet_router.http.client import fetch
 from fleet_router.messages import Ask
 from fleet_router.table import WorkerView
@@ -65,11 +67,15 @@ class EdgeAnswers:
         return {w.name: answer for w, answer in zip(ready, said, strict=True)}
 
     async def _flush(self, worker: WorkerView) -> dict[str, Any]:
+        engine, pool = engine_of(worker.record.engine), self._service.pool
+        headers = key_headers(worker.record.key_env)
         try:
-            status, body = await fetch(self._service.pool, worker.host, worker.port, "POST", "/flush_cache", body=b"{}", timeout_s=FLUSH_TIMEOUT_S)
+            status, body = await fetch(
+                pool, worker.host, worker.port, "POST", engine.flush_path, body=b"{}", headers=headers, timeout_s=FLUSH_TIMEOUT_S
+            )
         except ApiError as e:
             return {"ok": False, "error": e.message}
-        return {"ok": True} if status == 200 else {"ok": False, "error": ApiError.from_body(status, body).message}
+        return {"ok": True} if status == 200 else {"ok": False, "error": f"POST {engine.flush_path}: {engine.error(status, body).message}"}
 
 
 def _read(body: bytes, kind: type[T]) -> T:

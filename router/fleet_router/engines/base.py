@@ -78,6 +78,7 @@ class Engine(Protocol):
 
     kind: str
     abort_path: str  # "" where closing the connection is the abort
+    flush_path: str  # empties its prefix cache
     wants_usage: bool  # streams tell their usage only when asked
     habits: Habits  # how it makes prompts of bodies
 

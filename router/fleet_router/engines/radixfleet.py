@@ -21,6 +21,7 @@ class Radixfleet:
 
     kind = names.ENGINE_OURS
     abort_path = "/abort_request"
+    flush_path = "/flush_cache"
     wants_usage = False
     habits = OURS
 

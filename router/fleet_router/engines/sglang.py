@@ -37,6 +37,7 @@ class Sglang:
 
     kind = names.ENGINE_SGLANG
     abort_path = "/abort_request"
+    flush_path = "/flush_cache"
     wants_usage = True
     habits = Habits(
         part_break=" ", joins_turns=False, result_break="\n", tells_failures=False, fills_content=True, effort_variables=("reasoning_effort",),

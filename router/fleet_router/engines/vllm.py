@@ -37,6 +37,7 @@ class Vllm:
 
     kind = names.ENGINE_VLLM
     abort_path = ""
+    flush_path = "/reset_prefix_cache"  # there with VLLM_SERVER_DEV_MODE=1 only
     wants_usage = True
     habits = Habits(
         part_break="\n", joins_turns=False, result_break="\n", tells_failures=False, keeps_tools=True, fills_content=True,

@@ -15,6 +15,7 @@ from fleet_testing.other_engines.stage import ADAPTER, KEY_VARIABLE, MODEL, Stag
 from fleet_testing.router_process import until_async
 
 ABORT_S: Final = 10.0  # vLLM sees a closed connection, then ends its step; on a busy machine both take time
+CHATS: Final = 12  # that they all go to one of two equal workers has a chance of 1 in 2,048
 Check = Callable[[Stage], Awaitable[str]]
 
 
@@ -265,12 +266,29 @@ async def adapters(stage: Stage) -> str:
     return "its prefixes are its own"
 
 
+async def flush(stage: Stage) -> str:
+    """A flushed vLLM has forgotten, and its events say so."""
+    router = await stage.front(stage.tooled.target(service="tooled", key_env=KEY_VARIABLE))
+    await _hits(stage, _prompt(30))
+    said = await stage.http.post(f"{router.control}/flush_cache", json={"model": MODEL})
+    expect([w["ok"] for w in said.json()["workers"].values()] == [True], otherwise=said.text)
+
+    async def forgotten() -> bool:
+        (worker,) = await stage.workers()
+        return bool(worker["indexedTokens"] == 0)
+
+    await until_async(forgotten, "the index forgets")
+    found = await _hits(stage, _prompt(30))
+    expect(found == (0, 0), otherwise=f"predicted and cached are {found}")
+    return "events say that all is cleared"
+
+
 async def two_workers(stage: Stage) -> str:
     """Each conversation goes back to the worker that holds it."""
     await stage.front(stage.plain.target(service="both"), stage.tooled.target(service="both", key_env=KEY_VARIABLE))
     homes: dict[int, str] = {}
     for turn in range(3):
-        for chat in range(6):
+        for chat in range(CHATS):
             prompt = [30_000 + chat, *range(31_000, 31_300 + 130 * turn)]
             answer = await stage.ask(COMPLETIONS, {"prompt": prompt} | limited(COMPLETIONS, 1))
             expect(answer.status_code == 200, otherwise=answer.text)
@@ -281,7 +299,7 @@ async def two_workers(stage: Stage) -> str:
             expect(turn == 0 or cached > 0, otherwise=f"turn {turn} of chat {chat} found nothing cached")
     routed = await stage.explain({"prompt": [29_000, *range(31_000, 31_300)]}, COMPLETIONS)
     expect(len(set(homes.values())) == 2, otherwise=f"one worker got all; a new conversation would be routed so: {routed}")
-    return "6 conversations of 3 turns"
+    return f"{CHATS} conversations of 3 turns"
 
 
 CHECKS: Final[dict[str, Check]] = {
@@ -299,4 +317,5 @@ CHECKS: Final[dict[str, Check]] = {
     "tool-prompts": tool_prompts,
     "two-workers": two_workers,
     "adapters": adapters,
+    "flush": flush,
 }

@@ -135,7 +135,7 @@ class Stage:
         template = str(self.with_tools / "chat_template.jinja")
         adapter = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={adapter_folder(model, folder / 'adapter')}")
         flags = (*adapter, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--api-key", KEY, "--chat-template", template)
-        self.tooled = Vllm(python, model, flags, {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"})
+        self.tooled = Vllm(python, model, flags, {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0", "VLLM_SERVER_DEV_MODE": "1"})
         self.router: RouterProcess | None = None
         self.http = httpx.AsyncClient(timeout=120.0, trust_env=False)
         self._routers = 0
