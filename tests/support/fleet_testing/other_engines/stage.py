@@ -125,11 +125,27 @@ class Vllm:
             self.server = None
 
 
+def nixl_pair(python: Path, model: Path, nixl: Path) -> tuple[Vllm, Vllm]:
+    """A prefill and a decode that meet by NIXL over TCP on loopback. Args: nixl: folder of its packages."""
+
+    def one(role: str) -> Vllm:
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        environment = {
+            "PYTHONPATH": str(nixl), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo",
+        }  # fmt: skip
+        return Vllm(python, model, ("--kv-transfer-config", json.dumps(transfer)), environment)
+
+    return one("kv_producer"), one("kv_consumer")
+
+
 class Stage:
     """Two vLLM servers and the router that the checks ask. `folder` is the stage's own."""
 
-    def __init__(self, python: Path, model: Path, folder: Path) -> None:
+    def __init__(self, python: Path, model: Path, folder: Path, nixl: Path | None = None) -> None:
+        """Args: nixl: folder of NIXL's packages, where they are."""
         self.folder = folder
+        self.pair = nixl_pair(python, model, nixl) if nixl is not None else None
         self.with_tools = folder_with_template(model, folder / "with-tools", TOOL_TEMPLATE)
         self.plain = Vllm(python, model)
         template = str(self.with_tools / "chat_template.jinja")
@@ -199,12 +215,16 @@ class Stage:
 
     async def running(self, worker: Vllm) -> float:
         """Requests that vLLM says it computes."""
+        return await self.metric(worker, "vllm:num_requests_running")
+
+    async def metric(self, worker: Vllm, name: str) -> float:
+        """The sum of one of vLLM's metrics."""
         text = (await self.http.get(f"{worker.url}/metrics")).text
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
 
     async def end(self) -> None:
         await self.http.aclose()
         if self.router is not None:
             await self.router.stop()
-        for one in (self.plain, self.tooled):
+        for one in (self.plain, self.tooled, *(self.pair or ())):
             await asyncio.to_thread(one.stop)
