@@ -39,7 +39,7 @@ chaos-router: setup-python ## the long test: 10 minutes of killed clients and wo
 
 promises: setup-python ## design rules of the router at their full size: memory, endings and digests of 10,000 requests, a restart (ARGS='R8 R21')
 	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.promises $(ARGS)
-other-engines: setup ## the router in front of a real vLLM on this machine, check by check; installs vLLM (8 GB) the first time (ARGS='--checks a,b')
+other-engines: setup ## the router in front of a real vLLM on this machine, check by check; installs vLLM (9 GB) the first time (ARGS='--checks a,b')
 	@PYTHONPATH=tests/support $(PYTHON) -m fleet_testing.other_engines $(ARGS)
 
 cases: setup ## one line for each fault from the field: which have a passing test

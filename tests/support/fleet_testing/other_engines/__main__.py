@@ -2,7 +2,7 @@
 
     python -m fleet_testing.other_engines [--checks a,b]
 
-The first run installs vLLM (8 GB of disk) into the user's cache, as `make bench-runtime` does. Nothing of it is needed by the product.
+The first run installs vLLM and NIXL (9 GB of disk) into the user's cache, as `make bench-runtime` does. Nothing of it is needed by the product.
 SGLang is not here: its kernels for CPUs are on no package index, so its adapter is tested against a scripted server alone.
 """
 
