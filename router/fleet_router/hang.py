@@ -36,13 +36,14 @@ class Watch:
     def __init__(self, now: float) -> None:
         self.looked_at = now
         self._last: Sight | None = None
+        self._in_line_s = 0.0  # left out of the silence, and not yet in the kernel's sum
         self.has_beaten = False
         self.silent_s = 0.0  # since its last beat, as far as it could have run
 
     def beaten(self, now: float) -> None:
         """It has beaten since the last look."""
         self.has_beaten = True
-        self.looked_at, self._last, self.silent_s = now, None, 0.0
+        self.looked_at, self._last, self.silent_s, self._in_line_s = now, None, 0.0, 0.0
 
     def silent(self, now: float, sight: Sight | None) -> None:
         """It has not. Args: sight: None where the kernel tells nothing; then all silence counts."""
@@ -51,8 +52,12 @@ class Watch:
         if sight is None:
             self.silent_s += passed
         elif last is not None and sight.state not in _NOT_ITS_OWN:
-            stood_in_line = sight.state == "R" and sight.ran_ns == last.ran_ns
-            self.silent_s += 0.0 if stood_in_line else max(0.0, passed - (sight.waited_ns - last.waited_ns) / 1e9)
+            if sight.state == "R" and sight.ran_ns == last.ran_ns:  # the kernel adds its wait up when that ends
+                self._in_line_s += passed
+                return
+            waited = (sight.waited_ns - last.waited_ns) / 1e9
+            more, self._in_line_s = max(0.0, waited - self._in_line_s), max(0.0, self._in_line_s - waited)
+            self.silent_s = max(0.0, self.silent_s + passed - more)
 
     def hangs(self, limit_s: float) -> bool:
         """It is to be replaced."""

@@ -94,6 +94,16 @@ def too_many_connections(limit: int) -> ApiError:
     return ApiError(503, text, type=contract_errors.OVERLOADED, code="too_many_connections", retry_after_s=1)
 
 
+def error_lines(error: ApiError) -> tuple[tuple[bytes, bytes], ...]:
+    """Header lines of an answer that is an error."""
+    lines: tuple[tuple[bytes, bytes], ...] = ()
+    if error.retry_after_s is not None:
+        lines = ((b"Retry-After", str(error.retry_after_s).encode()),)
+    if error.status == 401:
+        lines += ((b"WWW-Authenticate", b"Bearer"),)
+    return lines
+
+
 def know_head(heads: dict[bytes, Head], raw: bytes, head: Head) -> None:
     """Keeps a head that was parsed and passed. Not one whose lines the parser may have ended elsewhere than at CR LF."""
     if len(raw) <= MAX_KNOWN_HEAD and raw[:1].isalpha() and raw.count(b"\r\n") == raw.count(b"\n") == len(head.headers) + 2:

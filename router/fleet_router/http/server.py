@@ -19,7 +19,7 @@ import httptools
 
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
-from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, know_head, path_of, too_many_connections, without_upgrade
+from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, error_lines, know_head, path_of, too_many_connections, without_upgrade
 from fleet_router.http.held import HeldBodies
 from fleet_router.http.request import Limits, Request
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 HIGH_WATER: Final = 16 << 10  # bytes that a client leaves unread before its worker is not read from either
 LOW_WATER: Final = 4 << 10
+SMALL_PIECE: Final = 2 << 10
+UNPAUSE_S: Final = 0.002
 MAX_PIPELINED: Final = 16
 MAX_WAITING_BYTES: Final = 1 << 20  # of pipelined bodies; more are read when their turn comes near
 REFUSED_AT_ONCE: Final = 32  # connections over the limit that are told why; more are closed unheard
@@ -134,12 +136,8 @@ class HttpExchange(Exchange):
         self._protocol.answer_done(self)
 
     def fail(self, error: ApiError) -> None:
-        extra: HeaderLines = ()
-        if error.retry_after_s is not None:
-            extra = ((b"Retry-After", str(error.retry_after_s).encode()),)
-        if error.status == 401:
-            extra += ((b"WWW-Authenticate", b"Bearer"),)
-        self.respond(error.status, self._protocol.state.write_error(self.request.path, error, self.request.request_id), extra=extra)
+        body = self._protocol.state.write_error(self.request.path, error, self.request.request_id)
+        self.respond(error.status, body, extra=error_lines(error))
 
     def start_stream(self, content_type: bytes) -> None:
         assert not self.started
@@ -337,7 +335,8 @@ class DataProtocol(asyncio.Protocol):
         head = Head(method, path_of(self._url), self._headers, version, bool(parser.should_keep_alive()))
         self._request = Request(head, head.keep_alive, self.state.make_request_id(head.header(b"x-request-id")))
         if self._is_too_many:
-            raise self._too_many()
+            self.state.on_limit("connections")  # it hears so before this process runs out of files, when it could tell nobody any more
+            raise too_many_connections(self.state.limits.max_connections)
         head.vet(self.state.limits.max_body_bytes)
         if head.expects_continue:
             self._owes_continue = True
@@ -378,7 +377,7 @@ class DataProtocol(asyncio.Protocol):
         if self._is_full:
             self.stop_reading()
 
-    # -- used by HeldBodies
+    # -- used by HeldBodies and Exchange
 
     def stop_reading(self) -> None:
         if self.transport is not None:
@@ -396,17 +395,23 @@ class DataProtocol(asyncio.Protocol):
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
 
-    # -- used by Exchange
-
     def write(self, data: bytes) -> None:
         """Bytes to the client; starts the watch on a client that does not read."""
         if self.transport is None or self.transport.is_closing():
             return
         self._written += len(data)
         self.transport.write(data)
+        if len(data) > SMALL_PIECE and not self.write_paused and self.transport.get_write_buffer_size() > HIGH_WATER:
+            self.pause_writing()  # the transport looks at the end of this turn: a worker would be read from in a loop until then
+            self.loop.call_later(UNPAUSE_S, self._unpause)
         if self._write_timer is None:
             self._flushed = self._written - self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
+
+    def _unpause(self) -> None:
+        """When the transport, which has looked meanwhile, sees nothing to wait for it tells nothing."""
+        if self.write_paused and self.transport is not None and self.transport.get_write_buffer_size() <= HIGH_WATER:
+            self.resume_writing()
 
     def answer_done(self, exchange: HttpExchange) -> None:
         """The exchange is complete: next request, or the end of the connection."""
@@ -523,11 +528,6 @@ class DataProtocol(asyncio.Protocol):
         request.refused, request.keep_alive = error, False
         self._waiting.append(request)
         self._next()
-
-    def _too_many(self) -> ApiError:
-        """What a client hears before this process runs out of files, when it could tell nobody any more."""
-        self.state.on_limit("connections")
-        return too_many_connections(self.state.limits.max_connections)
 
     def _check_head(self) -> None:
         limit = self.state.limits.max_head_bytes
