@@ -24,8 +24,11 @@ import numpy.typing as npt
 from fleet_contract.names import PAGE_SIZE
 from fleet_router.decide.history import History
 from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
+from fleet_router.decide.told import Prefix, checked, depths_up_to
 
 GPU, HOST, DISK = TIERS = (0, 1, 2)
+TOLD: Final = 3  # a table beside those of the tiers: some keys of prompts that other routers sent to a worker, see `told`
+TABLES: Final = (*TIERS, TOLD)
 ENTRIES_OVER_BLOCKS: Final = 1.2  # a worker that tells of more than this times its own blocks tells nonsense
 SETTLE_S: Final = 1.0  # an expectation outlives the first token so long: events travel up to 100 ms
 _MASK_CACHE: Final = 4096
@@ -48,6 +51,7 @@ class Expectation:
 
     life: _Life
     keys: Sequence[int]
+    table: int = GPU
     open: bool = True
 
 
@@ -58,8 +62,8 @@ class _Life:
     bit: int
     slot: int
     history: History | None = None
-    held: list[int] = field(default_factory=lambda: [0] * len(TIERS))  # distinct keys per tier
-    extra: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in TIERS))  # key -> holders beyond the first
+    held: list[int] = field(default_factory=lambda: [0] * len(TABLES))  # distinct keys per table
+    extra: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in TABLES))  # key -> holders beyond the first
     books: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # (tier, group) -> engine hash -> chain and depth
     repeats: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (tier, group, engine hash) -> stores beyond the first
     inner: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # further keys of engine blocks over 64 tokens
@@ -98,7 +102,7 @@ class PrefixIndex:
     def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
         """Args: block_tokens: tokens that one key stands for; other than 64 only in replays of traces with other blocks."""
         self.block_tokens = block_tokens
-        self._masks: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
+        self._masks: tuple[dict[int, int], ...] = tuple({} for _ in TABLES)
         self._slots: dict[int, _Slot] = {}
         self._doubted: set[int] = set()
         self._alive = 0
@@ -207,6 +211,11 @@ class PrefixIndex:
         return bool(self._retired)
 
     @property
+    def is_told(self) -> bool:
+        """Some of what is known of workers comes from other routers: hits may reach over blocks that are not held one by one."""
+        return bool(self._masks[TOLD])
+
+    @property
     def needs_ticks(self) -> bool:
         """There are bits to sweep, or expectations to drop when their time is over."""
         return bool(self._retired or self._settling)
@@ -214,7 +223,10 @@ class PrefixIndex:
     def held_tokens(self, slot: int) -> int:
         """Tokens in the worker's GPU cache as far as known; 0 for unknown slots."""
         entry = self._slots.get(slot)
-        return entry.life.held[GPU] * self.block_tokens if entry is not None else 0
+        if entry is None:
+            return 0
+        life = entry.life
+        return (len(life.history) if life.history is not None else life.held[GPU]) * self.block_tokens
 
     # -- KV events
 
@@ -318,6 +330,23 @@ class PrefixIndex:
         entry.life.expected[id(expectation)] = expectation
         return expectation
 
+    def foresee(self, slot: int, prefix: Prefix) -> Expectation | None:
+        """A pick of another router, by some of its keys: as `expect`."""
+        entry = self._slots.get(slot)
+        prefix = checked(prefix)
+        if entry is None or not prefix:
+            return None
+        life = entry.life
+        if life.history is not None:
+            life.history.use_told(prefix)
+            return None
+        keys = [key for _, key in prefix]
+        for key in keys:
+            self._hold(life, TOLD, key)
+        expectation = Expectation(life, keys, TOLD)
+        life.expected[id(expectation)] = expectation
+        return expectation
+
     def settle(self, expectation: Expectation, now: float) -> None:
         """The blocks are computed: events take over, after a grace in which they travel. `now` never falls."""
         self._settling.append((now + SETTLE_S, expectation))
@@ -329,7 +358,7 @@ class PrefixIndex:
             if not expectation.life.gone:
                 del expectation.life.expected[id(expectation)]
                 for key in expectation.keys:
-                    self._drop(expectation.life, GPU, key)
+                    self._drop(expectation.life, expectation.table, key)
 
     def expire(self, now: float) -> None:
         """Drops the settled expectations whose grace is over."""
@@ -375,11 +404,13 @@ class PrefixIndex:
         Returns: arrays over slots 0..num_slots-1.
         """
         gpu = self._vector(self.runs(keys), num_slots)
+        if self._masks[TOLD]:
+            gpu = np.maximum(gpu, self._vector(self._told_runs(keys), num_slots))
         if not (self._masks[HOST] or self._masks[DISK]) or not keys:
             return gpu, None, None
         with_host = self._vector(self.runs(keys, HOST), num_slots)
         with_disk = self._vector(self.runs(keys, DISK), num_slots) if self._masks[DISK] else with_host
-        return gpu, with_host - gpu, with_disk - with_host
+        return gpu, np.maximum(with_host - gpu, 0.0), np.maximum(with_disk - np.maximum(with_host, gpu), 0.0)
 
     def hit_blocks(self, slot: int, keys: Sequence[int]) -> int:
         """Blocks of the prompt in one worker's GPU cache, by a walk over its own bit: right even where events were lost."""
@@ -395,7 +426,7 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the tables disagree."""
-        seen: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
+        seen: tuple[dict[int, int], ...] = tuple({} for _ in TABLES)
         for slot, entry in self._slots.items():
             life = entry.life
             assert life.slot == slot and not life.gone and self._alive >> life.bit & 1 and self._slot_of_bit[life.bit] == slot
@@ -403,7 +434,7 @@ class PrefixIndex:
             assert (life.history is not None) == entry.by_history
             if life.history is not None:
                 life.history.check_integrity()
-            for tier in TIERS:
+            for tier in TABLES:
                 held = {key for key, mask in self._masks[tier].items() if mask >> life.bit & 1}
                 assert life.held[tier] == len(held), (slot, tier)
                 assert life.extra[tier].keys() <= held and all(n > 0 for n in life.extra[tier].values())
@@ -413,7 +444,7 @@ class PrefixIndex:
         building = [e.building.bit for e in self._slots.values() if e.building is not None]
         bits = [e.life.bit for e in self._slots.values()] + building + [r.life.bit for r in self._retired] + self._free_bits
         assert sorted(bits) == list(range(self._next_bit))
-        for tier in TIERS:
+        for tier in TABLES:
             assert {k: m & self._alive for k, m in self._masks[tier].items() if m & self._alive} == seen[tier]
             assert self._retired or building or all(m and not m & ~self._alive for m in self._masks[tier].values())
 
@@ -439,7 +470,10 @@ class PrefixIndex:
     def _start_history(self, entry: _Slot) -> None:
         if entry.by_history:
             life = entry.life
-            life.history = History(entry.capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key))
+            life.history = History(
+                entry.capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key),
+                lambda key: self._hold(life, TOLD, key), lambda key: self._drop(life, TOLD, key),
+            )  # fmt: skip
 
     def _retire(self, life: _Life) -> None:
         life.gone = True
@@ -486,6 +520,16 @@ class PrefixIndex:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
 
+    def _told_runs(self, keys: Sequence[int]) -> list[Run]:
+        """The deepest told key of each worker, as far as these are keys of the prompt."""
+        get, left, out = self._masks[TOLD].get, self._alive, []
+        for depth in reversed(depths_up_to(len(keys))):
+            mask = get(keys[depth - 1], 0) & left
+            if mask:
+                out.append(Run(mask, depth))
+                left &= ~mask
+        return out
+
     def _getter(self, deepest_tier: int) -> Callable[[int, int], int]:
         gets = [self._masks[tier].get for tier in TIERS[: deepest_tier + 1]]
 
@@ -523,6 +567,7 @@ def _keys_of(life: _Life) -> Iterator[tuple[int, int]]:
     """(tier, key) of all that a life held, some twice."""
     if life.history is not None:
         yield from ((GPU, key) for key in life.history.held_keys())
+        yield from ((TOLD, key) for key in life.history.told_keys())
     for (tier, group), book in life.books.items():
         for engine_hash, packed in book.items():
             if (packed & ((1 << _DEPTH_BITS) - 1)) % STRIDE == 0:
@@ -531,7 +576,7 @@ def _keys_of(life: _Life) -> Iterator[tuple[int, int]]:
                 yield tier, key
     for expectation in list(life.expected.values()):
         for key in expectation.keys:
-            yield GPU, key
+            yield expectation.table, key
 
 
 class _Retired:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet_contract.worker import LoadReport, Profile, Seen
+from fleet_router.decide.told import Prefix
 
 RHO: Final = 4.0  # what a miss evicts, where the cache is full
 BETA: Final = 0.1  # what it costs each running decode
@@ -77,6 +78,7 @@ class Pick:
     at: float = 0.0
     started: bool = False  # its first token came: the prompt is no work any more
     ours: bool = True  # counted by us, not by a report
+    prefix: Prefix = ()  # of its prompt, for other routers
 
 
 class Load(NamedTuple):
@@ -297,7 +299,7 @@ class SlotLoad:
             if known.ours:
                 self._count(known, -1)
             if told.started and not known.started:
-                self._last_start = now
+                self._learn_prefill(known, now)  # else what it took looks as if our prompts had taken it
         told.ours = self._is_unseen(told.number, self.report.seen.get(router) if self.report is not None else None)
         self.others[router][told.number] = told
         if told.ours:
@@ -405,7 +407,7 @@ class SlotLoad:
         """An answer of this worker took `seconds` for `tokens` tokens after its first."""
         if self.learn and tokens > 0 and seconds > 0:
             expected = self.speed.step_base_s + self.speed.step_per_row_s * max(1, self.rows) + self.speed.step_per_ctx_token_s * self.ctx
-            share = 1 / max(1, self.rows)  # rows that run side by side tell of the same steps
+            share = 1 / max(1, len(self.picks))  # rows of ours that run side by side tell of the same steps
             self.step.add(expected * tokens * share, seconds * share)
             self.table.version += 1
             self.refresh()
