@@ -480,6 +480,58 @@ async def test_r32_two_routers_explain_the_same_within_a_second_of_quiet(
         await p.stop()
 
 
+@pytest.mark.rule("R32")
+async def test_where_a_prompt_of_another_router_went_is_known_for_workers_without_events(
+    make_worker: MakeWorker, make_routers: Callable[..., Awaitable[list[Fleet]]]
+) -> None:
+    workers = [await make_worker(), await make_worker()]
+    first, second = await make_routers(2, *workers)
+    assert all(first.brain.index.is_by_history(slot) for slot in (0, 1))
+    text = "a long chat that is told by a few of its keys " * 40
+    assert (await first.chat(text)).status_code == 200
+    took = next(w for w in workers if w.legs)
+
+    async def hits(fleet: Fleet) -> dict[str, int]:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+        told = await fleet.edge.service.explain(msgspec.json.encode(body))
+        return {w["worker"]: w["hitTokens"] for w in told["workers"]}
+
+    async def known() -> bool:
+        one, two = await hits(first), await hits(second)
+        least, most = max(one.values()) * 15 // 16 - 64, max(one.values())
+        return most > 1000 and sorted(two.values())[0] == 0 and least <= max(two.values()) <= most
+
+    await until_async(known, "the other router sends its next turn to the same worker", 2.0)
+    before = len(took.legs)
+    assert (await second.chat(text)).status_code == 200
+    assert len(took.legs) == before + 1
+
+
+@pytest.mark.rule("R31")
+async def test_of_what_waits_at_two_routers_the_better_goes_first(
+    make_worker: MakeWorker, make_routers: Callable[..., Awaitable[list[Fleet]]]
+) -> None:
+    worker = await make_worker()
+    first, second = await make_routers(2, worker)
+    go = asyncio.Event()
+    worker.default = Script(wait=go)
+    long = "x" * 20_000
+    holding = asyncio.create_task(first.chat(long))
+    await until(lambda: len(worker.legs) == 1, "it is busy")
+    await until(lambda: loads(second)[0][0] > 10_000, "and both know")
+    other = asyncio.create_task(first.chat("y" * 20_000))
+    await until(lambda: first.brain.deciding.rivals.ours, "one waits here")
+    await until(lambda: second.brain.deciding.rivals.any, "which the other knows")
+    again = asyncio.create_task(second.chat(long))
+    await until(lambda: second.brain.deciding.rivals.ours and first.brain.deciding.rivals.any, "a better one waits there")
+    go.set()
+    answers = await asyncio.gather(holding, other, again)
+    assert [a.status_code for a in answers] == [200] * 3
+    owners = [leg.routed.pick[0] for leg in worker.legs if leg.routed.pick is not None]
+    assert owners == [first.brain.pick_id, second.brain.pick_id, first.brain.pick_id]
+    await until(lambda: not any(f.brain.deciding.rivals.any or f.brain.deciding.rivals.ours for f in (first, second)), "nothing waits any more")
+
+
 @pytest.mark.processes
 async def test_a_brain_process_of_its_own_shares_too_and_its_port_survives_it(
     make_worker: MakeWorker, make_fleet: MakeFleet, make_router: Callable[..., Awaitable[RouterProcess]]

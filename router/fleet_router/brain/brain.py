@@ -23,6 +23,7 @@ from fleet_contract import names
 from fleet_contract.worker import LoadReport
 from fleet_router import errors, revisions
 from fleet_router.brain.explain import Choice
+from fleet_router.brain.limits import LimitKeeper
 from fleet_router.brain.polled import load_of_others
 from fleet_router.brain.registry import Endpoint, worker_state
 from fleet_router.brain.worker import Worker
@@ -88,6 +89,7 @@ class Brain:
         self.stream_of: Callable[[Worker], dict[str, Any]] | None = None  # how a worker's KV events are; set by their reader
         self.streams_settled: Callable[[], bool] = lambda: True
         self.peers: Callable[[], dict[str, int]] = lambda: {"expected": 0, "live": 0}  # other routers
+        self.limits = LimitKeeper(settings.workers, clock)
         self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False

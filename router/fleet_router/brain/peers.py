@@ -39,7 +39,7 @@ class PeerExchange:
     def __init__(self, brain: Brain) -> None:
         self._brain = brain
         deciding = brain.deciding
-        self._book = PeerBook(deciding.load, brain.pick_id, deciding.rivals, deciding)
+        self._book = PeerBook(deciding.load, brain.pick_id, deciding.rivals, deciding, brain.limits.book)
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.BLOCKY, 0)  # its end waits for nobody, also when it is only forgotten
         self._decoder = msgspec.msgpack.Decoder(PeerMessage)

@@ -22,6 +22,7 @@ from msgspec import Struct
 from fleet_router.decide.index import Expectation, PrefixIndex
 from fleet_router.decide.load import LoadTable, Pick, SlotLoad
 from fleet_router.decide.rivals import Rivals, Wish
+from fleet_router.decide.shares import ShareBook
 from fleet_router.decide.told import Prefix
 
 SILENT_S: Final = 3.0
@@ -77,6 +78,7 @@ class PeerMessage(Struct, array_like=True, frozen=True):
     leaving: bool = False  # its last message
     workers: list[WorkerPicks] = []
     wishes: list[WishFacts] | None = None  # None: as they were told last
+    demand: list[tuple[str, float]] | None = None  # what is asked of callers' limits, see `shares`; None: as it was told last
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +106,14 @@ class Prefixes(Protocol):
 class PeerBook:
     """See the module."""
 
-    def __init__(self, load: LoadTable, name: str, rivals: Rivals | None = None, prefixes: Prefixes | None = None) -> None:
+    def __init__(
+        self, load: LoadTable, name: str, rivals: Rivals | None = None, prefixes: Prefixes | None = None, limits: ShareBook | None = None
+    ) -> None:
         self.peers: dict[str, Peer] = {}
         self._load = load
         self._rivals = rivals or Rivals()
         self._prefixes = prefixes
+        self._limits = limits or ShareBook(1)
         self._foreseen: dict[tuple[SlotLoad, str, int], Expectation | None] = {}  # by worker, router and pick, those without a first token
         self._name = name
         self._loads: dict[Identity, SlotLoad] = {}
@@ -170,6 +175,8 @@ class PeerBook:
             self._change(peer, message.workers, now)
         if message.wishes is not None and peer.known:
             self._take_wishes(peer, message.wishes, now)
+        if message.demand is not None and peer.known:
+            self._limits.hear(peer.router, message.demand)
         peer.heard_at = now
         self._count()
 
@@ -214,6 +221,7 @@ class PeerBook:
 
     def _forget(self, peer: Peer) -> None:
         self._rivals.set_theirs(peer.router, {})
+        self._limits.forget(peer.router)
         for identity in peer.picks:
             if (load := self._loads.get(identity)) is not None:
                 for number in list(load.others.get(peer.router, ())):
@@ -252,7 +260,7 @@ class PeerBook:
         self._load.take_unsent()
         self._rivals.take_changed()
         workers = [self._told(load, load.picks) for load in self._identities if load.picks]
-        return PeerMessage(self._name, whole=True, workers=workers, wishes=self._wishes(now))
+        return PeerMessage(self._name, whole=True, workers=workers, wishes=self._wishes(now), demand=self._limits.tell(now))
 
     def _wishes(self, now: float) -> list[WishFacts]:
         aged = self._rivals.age_weight * now
