@@ -271,6 +271,17 @@ def test_prompts_of_other_routers_do_not_make_a_worker_look_slow() -> None:
     assert b.on(0).prefill_rate == pytest.approx(1000.0)
 
 
+def test_all_routers_reckon_with_the_same_speed_of_a_worker() -> None:
+    a, b = pair()
+    a.on(0).prefill.add(100.0, 50.0)
+    assert a.on(0).prefill_rate == b.on(0).prefill_rate == pytest.approx(1000.0), "nobody knows it yet"
+    b.hear("a", a.book.everything(0.0))
+    assert a.on(0).prefill.factor > 1.5 and 1000 < a.on(0).prefill_rate < 1500 and a.on(0).prefill_rate == pytest.approx(b.on(0).prefill_rate)
+    b.table.check_integrity()
+    b.hear("a", a.book.farewell())
+    assert b.on(0).prefill_rate == pytest.approx(1000.0)
+
+
 def test_picks_of_others_are_taken_off_what_a_foreign_engine_says() -> None:
     a, b = pair()
     a.on(0).pick(100, 100, 200, 0.0)
@@ -280,9 +291,12 @@ def test_picks_of_others_are_taken_off_what_a_foreign_engine_says() -> None:
 
 def test_the_bytes_on_the_wire_stay_as_they_are_and_older_and_newer_writers_are_understood() -> None:
     pick = PickFacts(3, 100, 200, 300, False, [(4, 1 << 63)])
-    message = PeerMessage("r.0", True, False, [WorkerPicks("uid", 0, "life", [pick], [1])], [WishFacts("uid", 0, "life", 0.25, 500, True)])
+    wish = WishFacts("uid", 0, "life", 0.25, 500, True)
+    workers = [WorkerPicks("uid", 0, "life", [pick], [1], (1.5, 0.5))]
+    message = PeerMessage("r.0", True, False, workers, [wish], [("k.tokens", 2.0)])
     data = bytes.fromhex(
-        "95a3722e30c3c29195a375696400a46c69666591960364ccc8cd012cc2919204cf800000000000000091019196a375696400a46c696665cb3fd0000000000000cd01f4c3"
+        "96a3722e30c3c29196a375696400a46c69666591960364ccc8cd012cc2919204cf8000000000000000910192cb3ff8000000"
+        "000000cb3fe00000000000009196a375696400a46c696665cb3fd0000000000000cd01f4c39192a86b2e746f6b656e73cb4000000000000000"
     )
     assert msgspec.msgpack.encode(message) == data
     assert msgspec.msgpack.decode(data, type=PeerMessage) == message
@@ -290,7 +304,7 @@ def test_the_bytes_on_the_wire_stay_as_they_are_and_older_and_newer_writers_are_
     assert msgspec.msgpack.decode(older, type=PeerMessage) == PeerMessage(
         "r.0", True, False, [WorkerPicks("uid", 0, "life", [PickFacts(3, 100, 200, 300, True)], [1])]
     )
-    newer = ["r.0", False, False, [], None, "new"]
+    newer = ["r.0", False, False, [], None, None, "new"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=PeerMessage) == PeerMessage("r.0")
 
 

@@ -221,5 +221,7 @@ def test_who_comes_while_others_wait_elsewhere_takes_its_turn() -> None:
     a.book.take("b", b.book.everything(0.0), 0.0)
     keys = prompt(("x", 4))
     assert a.fleet.at_once("p", Ask(256, 1), keys, 0.0) is None
+    a.fleet.set_pools({"p": a.pool, "another": Pool(a.pool.alone[1:])})
+    assert a.fleet.at_once("another", Ask(256, 1), keys, 0.0) is not None, "nobody waits for the workers of that pool"
     a.book.take("b", b.book.farewell(), 0.0)
     assert a.fleet.at_once("p", Ask(256, 1), keys, 0.0) is not None

@@ -188,7 +188,7 @@ class Fleet:
         """Decides when nobody waits and the best worker is open: the normal case. Nothing is counted yet."""
         queue = self.queues.get(key)
         pool = self._pools.get(key)
-        if pool is None or self.rivals.any or (queue is not None and len(queue)):
+        if pool is None or (queue is not None and len(queue)) or self.rivals.wait_for(pool.slots_prompt):
             return None  # it takes its turn, also after what waits at other routers
         decision = self.decide(pool.without(exclude) if exclude else pool, ask, keys, now)
         return decision if decision is not None and self.is_open(decision, klass) else None

@@ -49,6 +49,7 @@ class WorkerPicks(Struct, array_like=True, frozen=True):
     incarnation: str
     picks: list[PickFacts] = []
     ended: list[int] = []
+    speeds: tuple[float, float] | None = None  # learned: factors of the profile's prefill and step speed; None: as they were told last
 
     @property
     def identity(self) -> Identity:
@@ -92,6 +93,7 @@ class Peer:
     is_ourselves: bool = False
     heard_at: float = 0.0
     picks: dict[Identity, dict[int, PickFacts]] = field(default_factory=dict)
+    speeds: dict[Identity, tuple[float, float]] = field(default_factory=dict)
 
 
 class Prefixes(Protocol):
@@ -146,6 +148,8 @@ class PeerBook:
         self._identities[load] = identity
         for peer in self.peers.values():
             self._set(load, peer.router, peer.picks.get(identity, {}).values(), peer.heard_at)
+            if (speeds := peer.speeds.get(identity)) is not None:
+                load.set_speeds(peer.router, speeds)
 
     def worker_gone(self, load: SlotLoad) -> None:
         """A worker's life is over."""
@@ -196,6 +200,10 @@ class PeerBook:
                 for number in old.keys() - new.keys():
                     self._end(load, peer.router, number)
         peer.picks = told
+        peer.speeds = {w.identity: w.speeds for w in workers if w.speeds is not None}
+        for identity, speeds in peer.speeds.items():
+            if (load := self._loads.get(identity)) is not None:
+                load.set_speeds(peer.router, speeds)
         for identity, picks in told.items():
             if (load := self._loads.get(identity)) is not None:
                 self._set(load, peer.router, picks.values(), now)
@@ -226,7 +234,10 @@ class PeerBook:
             if (load := self._loads.get(identity)) is not None:
                 for number in list(load.others.get(peer.router, ())):
                     self._end(load, peer.router, number)
-        peer.picks = {}
+        if peer.router:
+            for load in self._loads.values():
+                load.set_speeds(peer.router, None)
+        peer.picks, peer.speeds = {}, {}
         peer.known = False
 
     def _set(self, load: SlotLoad, router: str, picks: Iterable[PickFacts], now: float) -> None:
@@ -259,7 +270,7 @@ class PeerBook:
         """All our picks and wishes."""
         self._load.take_unsent()
         self._rivals.take_changed()
-        workers = [self._told(load, load.picks) for load in self._identities if load.picks]
+        workers = [self._told(load, load.picks, speeds=load.tell_speeds()) for load in self._identities]
         return PeerMessage(self._name, whole=True, workers=workers, wishes=self._wishes(now), demand=self._limits.tell(now))
 
     def _wishes(self, now: float) -> list[WishFacts]:
@@ -275,7 +286,7 @@ class PeerBook:
         """The last message."""
         return PeerMessage(self._name, leaving=True)
 
-    def _told(self, load: SlotLoad, numbers: Iterable[int]) -> WorkerPicks:
+    def _told(self, load: SlotLoad, numbers: Iterable[int], speeds: tuple[float, float] | None = None) -> WorkerPicks:
         picks: list[PickFacts] = []
         ended: list[int] = []
         for number in numbers:
@@ -285,4 +296,4 @@ class PeerBook:
             else:
                 prefix = list(pick.prefix) if not pick.started else []
                 picks.append(PickFacts(number, pick.pend_tokens, pick.prompt_tokens, pick.room_tokens, pick.started, prefix))
-        return WorkerPicks(*self._identities[load], picks, ended)
+        return WorkerPicks(*self._identities[load], picks, ended, speeds)

@@ -84,6 +84,10 @@ class Rivals:
         else:
             self._theirs.pop(router, None)
 
+    def wait_for(self, slots: Ints) -> bool:
+        """Requests wait at other routers for some of these workers."""
+        return bool(self._theirs) and any(slot in wishes for wishes in self._theirs.values() for slot in slots.tolist())
+
     @property
     def any(self) -> bool:
         """Requests wait at other routers."""
