@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
+from fleet_router.decide.shares import Use
 from fleet_router.metrics import Snapshot
 from fleet_router.observed import Observed, ServiceFacts
 
@@ -226,8 +227,22 @@ class Draining(Struct, tag=22, array_like=True):
     """The edge takes no new clients any more."""
 
 
+class Uses(Struct, tag=23, array_like=True):
+    """What was asked of callers' limits at an edge since it said so last."""
+
+    uses: list[Use]
+
+
+class Shares(Struct, tag=24, array_like=True):
+    """What an edge may give of callers' limits from now on."""
+
+    share: float  # of the limits that have none by name
+    shares: dict[str, float]
+    handed: dict[str, float]  # units that other edges gave up
+
+
 ToBrain = (
-    Ask | Reply | News | EdgeHello | Acquire | FirstToken | LegOver | Over | Wait | Blame | Suspect | Report | Draining
+    Ask | Reply | News | EdgeHello | Acquire | FirstToken | LegOver | Over | Wait | Blame | Suspect | Report | Draining | Uses
 )  # fmt: skip
-ToOthers = Ask | Reply | Welcome | TableNews | Pulse | Granted | NoWorker | Refused
+ToOthers = Ask | Reply | Welcome | TableNews | Pulse | Granted | NoWorker | Refused | Shares
 Message = ToBrain | ToOthers

@@ -16,6 +16,7 @@ from fleet_router.brain.host import BrainHost
 from fleet_router.brain.registry import Endpoint
 from fleet_router.edge.answers import EdgeAnswers
 from fleet_router.edge.edge import Edge
+from fleet_router.edge.quota import QuotaReports
 from fleet_router.http.client import Pool
 from fleet_router.link import Channel, LinkServer
 from fleet_router.messages import Ask, Message, News
@@ -24,6 +25,7 @@ from fleet_router.observed import Observed
 from fleet_router.process import Handover, on_stop, raise_file_limit
 from fleet_router.settings import Settings
 
+_EDGE = "here"
 log = logging.getLogger(__name__)
 
 
@@ -57,16 +59,20 @@ class Single(Edge):
         self.brain = self.host.brain
         self.registry = self.host.registry
         super().__init__(settings, self.brain, pool, max_files=max_files)
+        self._quota = QuotaReports(self.access.callers, lambda uses: self.brain.limits.take(_EDGE, uses))
         answers = Answers(self.brain, LocalEdge(self.brain, self.answers, self.connections), self.host.static_workers)
         self.link = LinkServer(lambda: Channel(self._take, lambda channel: None, answers.answer))
 
     async def start(self, data: socket.socket, link: socket.socket, peers: socket.socket | None = None) -> None:
         """Opens the ports."""
+        self._quota.start()
+        self.brain.limits.join(_EDGE, self._quota.take)
         self.host.start(peers)
         await self.link.start(link)
         await self.open(data)
 
     async def close(self) -> None:
+        self._quota.close()
         await self.link.close()
         await self.host.close()
         await super().close()

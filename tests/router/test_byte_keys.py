@@ -20,8 +20,9 @@ from fleet_router.api.canonical import MEDIA_BYTES, canonical
 from fleet_router.api.dialects import ANTHROPIC, OPENAI, RESPONSES
 from fleet_router.api.paths import CHAT, COMPLETIONS, PATHS
 from fleet_router.decide.fleet import Fleet as Deciding
-from fleet_router.decide.index import GPU, PrefixIndex
+from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.keys import STRIDE
+from fleet_router.decide.lives import GPU
 from fleet_router.decide.load import Speed
 from fleet_router.decide.queue import Waiting
 from fleet_router.decide.rule import Ask, Member, Pool

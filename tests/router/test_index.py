@@ -15,8 +15,9 @@ from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_router.decide import events
 from fleet_router.decide.events import EventBook, Stored
 from fleet_router.decide.history import History
-from fleet_router.decide.index import DISK, GPU, HOST, SETTLE_S, PrefixIndex, Run, StoreResult
+from fleet_router.decide.index import SETTLE_S, PrefixIndex, Run, StoreResult
 from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
+from fleet_router.decide.lives import DISK, GPU, HOST
 
 NS = namespace_hash("0011")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 from collections import deque
@@ -22,6 +23,7 @@ from fleet_contract import names
 from fleet_contract.worker import LoadReport
 from fleet_router import errors, revisions
 from fleet_router.brain.explain import Choice
+from fleet_router.brain.limits import LimitKeeper
 from fleet_router.brain.polled import load_of_others
 from fleet_router.brain.registry import Endpoint, worker_state
 from fleet_router.brain.worker import Worker
@@ -86,6 +88,7 @@ class Brain:
         self.stream_of: Callable[[Worker], dict[str, Any]] | None = None  # how a worker's KV events are; set by their reader
         self.streams_settled: Callable[[], bool] = lambda: True
         self.peers: Callable[[], dict[str, int]] = lambda: {"expected": 0, "live": 0}  # other routers
+        self.limits = LimitKeeper(settings.workers, clock)
         self.decisions: deque[Choice] = deque(maxlen=KEPT_DECISIONS)
         self.waiting: dict[ServiceKey, int] = {}
         self.draining = False
@@ -100,6 +103,7 @@ class Brain:
         self._leases = 0
         self._traffic: dict[ServiceKey, list[tuple[str, int]]] = {}
         self._wakers: set[asyncio.Future[None]] = set()
+        self._leaving = False  # a look is due when other routers had their turn
         self._looking = False  # a look at the queues is due in this turn of the loop
         self._timer: asyncio.TimerHandle | None = None
 
@@ -442,7 +446,7 @@ class Brain:
 
     def _look(self) -> None:
         """Gives out what may go now."""
-        self._looking = False
+        self._looking = self._leaving = False
         now = self.clock()
         for key, queue in self.queues():
             while len(queue) and (found := self.deciding.pump(key, now)) is not None:
@@ -454,11 +458,18 @@ class Brain:
             want, future = request.tag
             if not future.done():
                 future.set_exception(errors.all_busy(self.label(want.service), now - request.arrived, wait_s))
+        self._leave_to_others(now)
 
     def _set_timer(self) -> None:
         """While requests wait or the index is swept, time alone changes something."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._on_timer)
+
+    def _leave_to_others(self, now: float) -> None:
+        """Where better requests wait at other routers, we look again when these had the time to take their turn."""
+        if not self._leaving and (at := self.deciding.rivals.look_again_at) < math.inf:
+            self._leaving = True
+            asyncio.get_running_loop().call_later(max(0.0, at - now), self._look)
 
     def _on_timer(self) -> None:
         self._timer = None

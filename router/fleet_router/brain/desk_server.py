@@ -44,6 +44,7 @@ from fleet_router.messages import (
     Report,
     Suspect,
     TableNews,
+    Uses,
     Wait,
     WantFacts,
     Welcome,
@@ -120,7 +121,7 @@ class DeskServer:
         self._handlers: dict[type, Callable[[_Session, Any], None]] = {
             Acquire: self._acquire, FirstToken: self._first_token, LegOver: self._leg_over, Over: self._over,
             Wait: self._wait, Blame: self._blame, Suspect: self._suspect, Report: self._report,
-            Draining: self._drain,
+            Draining: self._drain, Uses: self._uses,
         }  # fmt: skip
         brain.watchers.append(self)
         brain.on_table = self._table_changed
@@ -229,6 +230,7 @@ class DeskServer:
         session = self._sessions.pop(channel, None)
         if session is None:
             return
+        self._brain.limits.leave(session.life)
         counts = {"leases": len(session.leases) + len(session.adopted), "waiting": len(session.turns) + len(session.waits)}
         log.info("edge %d is gone", session.index, extra=counts)
         for number in [*session.turns, *session.waits, *session.adopted, *session.leases]:
@@ -269,6 +271,7 @@ class DeskServer:
         """From now on we decide for this edge; it gets the whole table as it was sent to the others."""
         self._push()
         session.is_welcome = True
+        self._brain.limits.join(session.life, session.channel.send)
         session.channel.send(Welcome(self._brain.pick_id))
         session.channel.send(TableNews(self._version, self._brain.synced, self._sent_services, list(self._sent.values()), []))
 
@@ -388,6 +391,9 @@ class DeskServer:
 
     def _report(self, session: _Session, message: Report) -> None:
         self._reports[session.life] = message
+
+    def _uses(self, session: _Session, message: Uses) -> None:
+        self._brain.limits.take(session.life, message.uses)
 
     def _drain(self, session: _Session, message: Draining) -> None:
         session.draining = True

@@ -45,6 +45,7 @@ class BrainHost:
             self._peers.set_addresses({address: address for address in self.settings.peers})
 
     async def close(self) -> None:
+        self.brain.limits.close()
         await self.registry.close()
         await self.kv_reader.close()
         if self._peers is not None:

@@ -38,7 +38,8 @@ class PeerExchange:
 
     def __init__(self, brain: Brain) -> None:
         self._brain = brain
-        self._book = PeerBook(brain.deciding.load, brain.pick_id)
+        deciding = brain.deciding
+        self._book = PeerBook(deciding.load, brain.pick_id, deciding.rivals, deciding, brain.limits.book)
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.BLOCKY, 0)  # its end waits for nobody, also when it is only forgotten
         self._decoder = msgspec.msgpack.Decoder(PeerMessage)
@@ -61,7 +62,7 @@ class PeerExchange:
         out.setsockopt(zmq.USE_FD, listener.detach())
         out.bind(f"tcp://{host}:{address[1]}")
         self._subscriptions = self._loop.create_task(self._greet())
-        self._brain.deciding.load.on_unsent = self._plan
+        self._brain.deciding.load.on_unsent = self._brain.deciding.rivals.on_changed = self._plan
         self._brain.peers = self.report
         self._brain.watch(self)
         self._tick()
@@ -69,7 +70,7 @@ class PeerExchange:
     async def close(self) -> None:
         """Takes its leave."""
         self._brain.unwatch(self)
-        self._brain.deciding.load.on_unsent = lambda: None
+        self._brain.deciding.load.on_unsent = self._brain.deciding.rivals.on_changed = lambda: None
         for handle in (self._timer, self._sending):
             if handle is not None:
                 handle.cancel()
@@ -122,7 +123,7 @@ class PeerExchange:
 
     def _send_changes(self) -> None:
         self._sending = None
-        message = self._book.changes()
+        message = self._book.changes(self._brain.clock())
         if message is not None:
             self._send(message)
 
@@ -132,7 +133,7 @@ class PeerExchange:
 
     def _send_whole(self) -> None:
         self._whole_at = self._loop.time()
-        self._send(self._book.everything())
+        self._send(self._book.everything(self._brain.clock()))
 
     async def _greet(self) -> None:
         """Whoever subscribes gets the whole state at once."""

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fleet_router.decide import rule
-from fleet_router.decide.index import Expectation, PrefixIndex
+from fleet_router.decide.index import PrefixIndex
+from fleet_router.decide.lives import Expectation
 from fleet_router.decide.load import CAPACITY, COMMITTED, ROWS, WAIT, LoadTable, Pick, SlotLoad, Speed
 from fleet_router.decide.queue import BATCH, BATCH_SHARE_OF_THETA, CacheQueue, QueueRules, Waiting
+from fleet_router.decide.rivals import Rivals
 from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, FewTerms, Hits, Pool, Terms
+from fleet_router.decide.told import Prefix, some
 
 SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
@@ -57,6 +60,7 @@ class Fleet:
     def __init__(self, draw: Draw, rules: QueueRules | None = None, *, block_tokens: int | None = None) -> None:
         self.index = PrefixIndex() if block_tokens is None else PrefixIndex(block_tokens)
         self.load = LoadTable()
+        self.rivals = Rivals()
         self.rules = rules or QueueRules()
         self.queues: dict[Hashable, CacheQueue] = {}
         self._pools: dict[Hashable, Pool] = {}
@@ -149,11 +153,29 @@ class Fleet:
         taken.picks.append((load, pick))
         if silent:
             self.load.watch_silent(load, pick, now)
-        hit_blocks = int(taken.decision.hits.gpu[slot]) // self.index.block_tokens
-        expectation = self.index.expect(slot, taken.keys, hit_blocks, taken.decision.ask.key_tokens)
+        key_tokens = taken.decision.ask.key_tokens
+        hit_blocks = int(taken.decision.hits.gpu[slot] / (key_tokens or self.index.block_tokens))
+        if self.load.shared:
+            pick.prefix, pick.key_tokens = some(taken.keys, hit_blocks), key_tokens
+        if self.index.is_told and not key_tokens:
+            hit_blocks = self.index.hit_blocks(slot, taken.keys)
+        expectation = self.index.expect(slot, taken.keys, hit_blocks, key_tokens)
         if expectation is not None:
             taken.expectations.append(expectation)
         load.set_cached(self.index.held_tokens(slot))
+
+    # -- picks of other routers
+
+    def foresee(self, slot: int, prefix: Prefix, key_tokens: float = 0.0) -> Expectation | None:
+        """One of which some keys are known."""
+        for queue in self.queues.values():
+            queue.expect_told(slot, prefix, key_tokens or self.index.block_tokens)
+        expectation = self.index.foresee(slot, prefix, key_tokens)
+        if (load := self.load.slots.get(slot)) is not None:
+            load.set_cached(self.index.held_tokens(slot))
+        return expectation
+
+    # -- what becomes of ours
 
     def first_token(self, taken: Taken, now: float) -> None:
         """The prompt is computed: it is no waiting work any more. Again is nothing."""
@@ -199,8 +221,8 @@ class Fleet:
         """Decides when nobody waits and the best worker is open: the normal case. Nothing is counted yet."""
         queue = self.queues.get(key)
         pool = self._pools.get(key)
-        if pool is None or (queue is not None and len(queue)):
-            return None
+        if pool is None or (queue is not None and len(queue)) or self.rivals.wait_for(pool.slots_prompt):
+            return None  # it takes its turn, also after what waits at other routers
         if prompt_only:
             pool = pool.for_prompts()
         decision = self.decide(pool.without(exclude) if exclude else pool, ask, keys, now)
@@ -210,7 +232,7 @@ class Fleet:
         """Puts a request into its pool's queue. Raises QueueFull."""
         queue = self.queues.get(key)
         if queue is None:
-            queue = self.queues[key] = CacheQueue(self.load, self.rules, self.look_up)
+            queue = self.queues[key] = CacheQueue(self.load, self.rules, self.look_up, self.rivals)
             queue.set_pool(self._pools.get(key, Pool()))
         queue.put(request)
 
@@ -220,6 +242,7 @@ class Fleet:
         if queue is None or not len(queue):
             return None
         self.load.tick(now)
+        self.rivals.look(now)
         found = queue.take(now)
         if found is None:
             return None
@@ -227,6 +250,7 @@ class Fleet:
         pool = queue.pool.for_prompts() if request.prompt_only else queue.pool
         decision = self.decide(pool, request.ask, request.keys, now, open_slots)
         assert decision is not None, "the queue gave a request that nobody can take"
+        self.rivals.took(decision.chosen.first)
         return request, replace(decision, waited_s=now - request.arrived)
 
     def too_late(self, now: float) -> list[tuple[Waiting, float]]:

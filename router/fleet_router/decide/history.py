@@ -3,6 +3,9 @@
 Used by `index` for workers whose engine tells no KV events, or whose event stream cannot be trusted, and for all keys of bytes. Because
 a block can only leave after the blocks behind it, only leaves need a place in the order of use: a prompt that is known already costs
 one stamp, however long it is.
+
+Of prompts that other routers sent there only some keys are known (`told`). Each stands for the blocks since the one before it, until a
+prompt of ours names them all.
 """
 
 from __future__ import annotations
@@ -18,16 +21,26 @@ _SLACK: Final = 64  # outdated entries that the heap may hold beside as many as 
 
 
 class History:
-    """Blocks of one worker. `hold(key)` and `drop(key)` are told of each block that comes and goes."""
+    """Blocks of one worker. `hold(key)` and `drop(key)` are told of each block that comes and goes, the `_told` ones of keys of others."""
 
-    __slots__ = ("_branches", "_clock", "_drop", "_heap", "_hold", "_leaves", "_parent", "_touched", "capacity_blocks", "scale")
+    __slots__ = (
+        "_blocks", "_branches", "_clock", "_drop", "_drop_told", "_gaps", "_heap", "_hold", "_hold_told", "_leaves", "_parent", "_touched",
+        "capacity_blocks", "scale",
+    )  # fmt: skip
 
-    def __init__(self, capacity_blocks: int, hold: Callable[[int], None], drop: Callable[[int], None]) -> None:
+    def __init__(
+        self, capacity_blocks: int, hold: Callable[[int], None], drop: Callable[[int], None],
+        hold_told: Callable[[int], None] = lambda key: None, drop_told: Callable[[int], None] = lambda key: None,
+    ) -> None:  # fmt: skip
         self.capacity_blocks = capacity_blocks
         self.scale = 1.0
         self._hold = hold
         self._drop = drop
+        self._hold_told = hold_told
+        self._drop_told = drop_told
         self._clock = 0
+        self._blocks = 0
+        self._gaps: dict[int, int] = {}  # keys told by others -> blocks that each stands for; the others stand for one
         self._parent: dict[int, int | None] = {}  # every held block -> the block before it
         self._branches: dict[int, int] = {}  # blocks with two or more children -> how many
         self._leaves: dict[int, int] = {}  # blocks without children -> stamp of their last use
@@ -35,7 +48,7 @@ class History:
         self._heap: list[tuple[int, int]] = []  # (stamp, leaf), with outdated entries
 
     def __len__(self) -> int:
-        return len(self._parent)
+        return self._blocks
 
     @property
     def limit_blocks(self) -> int:
@@ -61,14 +74,44 @@ class History:
                 self._touched[last] = stamp
             return
         before = keys[known - 1] if known else None
-        if before is not None and self._leaves.pop(before, None) is None:
-            self._branches[before] = self._branches.get(before, 1) + 1
-            self._touched.pop(before, None)  # the new leaf behind it is newer
+        is_new = False  # `before` has no children yet, and is no leaf either
         for key in keys[known:]:
-            self._parent[key] = before
-            self._hold(key)
+            if key in self._gaps:
+                self._name(key, before, is_new=is_new)
+                is_new = False
+            else:
+                if not is_new:
+                    self._add_child(before)
+                self._parent[key] = before
+                self._blocks += 1
+                self._hold(key)
+                is_new = True
             before = key
-        self._set_leaf(keys[-1], stamp)
+        self._use_last(keys[-1], stamp, is_new=is_new)
+        self._evict()
+
+    def use_told(self, prefix: Sequence[tuple[int, int]]) -> None:
+        """A prompt of another router went to the worker. Args: prefix: some of its (depth in blocks, key), rising."""
+        if not prefix:
+            return
+        self._clock += 1
+        before: int | None = None
+        at, is_new = 0, False
+        for depth, key in prefix:
+            if key not in self._parent:
+                if not is_new:
+                    self._add_child(before)
+                self._parent[key] = before
+                self._gaps[key] = depth - at
+                self._blocks += depth - at
+                self._hold_told(key)
+                is_new = True
+            else:
+                if is_new and before is not None:
+                    self._set_leaf(before, self._clock)  # what was told before went by other depths
+                is_new = False
+            before, at = key, depth
+        self._use_last(prefix[-1][1], self._clock, is_new=is_new)
         self._evict()
 
     def resize(self, capacity_blocks: int) -> None:
@@ -85,8 +128,12 @@ class History:
             self.scale = min(1.0, self.scale * GROW)
 
     def held_keys(self) -> Sequence[int]:
-        """All held blocks."""
-        return list(self._parent)
+        """All held blocks that are known one by one."""
+        return [key for key in self._parent if key not in self._gaps]
+
+    def told_keys(self) -> Sequence[int]:
+        """The keys that stand for blocks of others' prompts."""
+        return list(self._gaps)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the tables disagree."""
@@ -99,18 +146,56 @@ class History:
         assert self._branches == {key: n for key, n in children.items() if n > 1}
         assert self._touched.keys() <= children.keys()
         assert {(stamp, key) for key, stamp in self._leaves.items()} <= set(self._heap)
-        assert len(self._parent) <= max(0, self.limit_blocks)
+        assert self._gaps.keys() <= self._parent.keys() and all(n > 0 for n in self._gaps.values())
+        assert all(parent not in self._gaps for key, parent in self._parent.items() if key not in self._gaps), "a named block behind a gap"
+        assert self._blocks == len(self._parent) - len(self._gaps) + sum(self._gaps.values()) <= max(0, self.limit_blocks)
 
     def _known(self, keys: Sequence[int]) -> int:
-        """How many of the prompt's first blocks are held; held blocks are closed under prefixes, so bisection finds it."""
+        """How many of the prompt's first blocks are held and named; these are closed under prefixes, so bisection finds it."""
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high + 1) >> 1
-            if keys[middle - 1] in self._parent:
+            if keys[middle - 1] in self._parent and keys[middle - 1] not in self._gaps:
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def _name(self, key: int, before: int | None, *, is_new: bool) -> None:
+        """A key that others told stands for itself alone now, behind `before`."""
+        was = self._parent[key]
+        if was != before:
+            if not is_new:
+                self._add_child(before)
+            self._remove_child(was, self._clock)
+            self._parent[key] = before
+        self._blocks += 1 - self._gaps.pop(key)
+        self._drop_told(key)
+        self._hold(key)
+
+    def _use_last(self, key: int, stamp: int, *, is_new: bool) -> None:
+        if is_new or key in self._leaves:
+            self._set_leaf(key, stamp)
+        else:
+            self._touched[key] = stamp
+
+    def _add_child(self, key: int | None) -> None:
+        if key is not None and self._leaves.pop(key, None) is None:
+            self._branches[key] = self._branches.get(key, 1) + 1
+        if key is not None:
+            self._touched.pop(key, None)  # the new leaf behind it is newer
+
+    def _remove_child(self, key: int | None, stamp: int) -> None:
+        """Args: stamp: of the last use of what is gone; the key becomes a leaf of that age when it has no other child."""
+        if key is None:
+            return
+        children = self._branches.get(key, 1)
+        if children > 2:
+            self._branches[key] = children - 1
+        elif children == 2:
+            del self._branches[key]
+        else:
+            self._set_leaf(key, max(stamp, self._touched.pop(key, 0)))
 
     def _set_leaf(self, key: int, stamp: int) -> None:
         self._leaves[key] = stamp
@@ -121,19 +206,16 @@ class History:
 
     def _evict(self) -> None:
         limit = self.limit_blocks
-        while len(self._parent) > limit:
+        while self._blocks > limit:
             stamp, key = heapq.heappop(self._heap)
             if self._leaves.get(key) != stamp:
                 continue
             del self._leaves[key]
             before = self._parent.pop(key)
-            self._drop(key)
-            if before is None:
-                continue
-            children = self._branches.get(before, 1)
-            if children > 2:
-                self._branches[before] = children - 1
-            elif children == 2:
-                del self._branches[before]
+            gap = self._gaps.pop(key, 0)
+            self._blocks -= gap or 1
+            if gap:
+                self._drop_told(key)
             else:
-                self._set_leaf(before, max(stamp, self._touched.pop(before, 0)))
+                self._drop(key)
+            self._remove_child(before, stamp)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -28,8 +27,9 @@ import numpy.typing as npt
 from fleet_contract.names import PAGE_SIZE
 from fleet_router.decide.history import History
 from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
+from fleet_router.decide.lives import DISK, GPU, HOST, TABLES, TIERS, TOLD, Expectation, Life, Retired, Slot
+from fleet_router.decide.told import Prefix, checked, depths_up_to
 
-GPU, HOST, DISK = TIERS = (0, 1, 2)
 ENTRIES_OVER_BLOCKS: Final = 1.2  # a worker that tells of more than this times its own blocks tells nonsense
 ESTIMATE_ERROR: Final = 0.25  # of a hit in tokens that is counted in bytes: up to here it says nothing about what is cached
 SETTLE_S: Final = 1.0  # an expectation outlives the first token so long: events travel up to 100 ms
@@ -47,49 +47,6 @@ class Run(NamedTuple):
     blocks: int
 
 
-@dataclass(slots=True, eq=False)
-class Expectation:
-    """Blocks that a pick will make its worker hold. Dropped by `settle` or `cancel`."""
-
-    life: _Life
-    keys: Sequence[int]
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Life:
-    """What is known of one worker since its last clear: its bit, and who holds what."""
-
-    bit: int
-    slot: int
-    history: History | None = None
-    held: list[int] = field(default_factory=lambda: [0] * len(TIERS))  # distinct keys per tier
-    extra: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in TIERS))  # key -> holders beyond the first
-    books: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # (tier, group) -> engine hash -> chain and depth
-    repeats: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (tier, group, engine hash) -> stores beyond the first
-    inner: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # further keys of engine blocks over 64 tokens
-    expected: dict[int, Expectation] = field(default_factory=dict)  # open ones, by identity
-    entries: int = 0  # engine blocks in all books
-    gone: bool = False
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One worker, whatever its life."""
-
-    life: _Life
-    limit_entries: int
-    capacity_tokens: int
-    by_history: bool
-    building: _Life | None = None  # a snapshot that is being read: events write here, lookups see `life`
-    of_bytes: _Life | None = None  # keys of bytes; made when the first come
-    key_tokens: float = 0.0  # that the last of these were believed to stand for
-
-    @property
-    def written(self) -> _Life:
-        return self.building or self.life
-
-
 class StoreResult:
     """What `store` did."""
 
@@ -105,14 +62,14 @@ class PrefixIndex:
     def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
         """Args: block_tokens: tokens that one key stands for; other than 64 only in replays of traces with other blocks."""
         self.block_tokens = block_tokens
-        self._masks: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
-        self._slots: dict[int, _Slot] = {}
+        self._masks: tuple[dict[int, int], ...] = tuple({} for _ in TABLES)
+        self._slots: dict[int, Slot] = {}
         self._doubted: set[int] = set()
         self._alive = 0
         self._free_bits: list[int] = []
         self._next_bit = 0
         self._slot_of_bit: list[int] = []
-        self._retired: deque[_Retired] = deque()
+        self._retired: deque[Retired] = deque()
         self._settling: deque[tuple[float, Expectation]] = deque()
         self._shared: dict[int, int] = {}  # equal masks are one object
         self._members: dict[int, Ints] = {}  # mask -> slots
@@ -134,7 +91,7 @@ class PrefixIndex:
         """
         assert slot not in self._slots, f"slot {slot} is in use"
         blocks = engine_blocks or max(1, capacity_tokens // PAGE_SIZE)
-        self._slots[slot] = _Slot(self._new_life(slot), int(ENTRIES_OVER_BLOCKS * blocks) + STRIDE, max(0, capacity_tokens), by_history)
+        self._slots[slot] = Slot(self._new_life(slot), int(ENTRIES_OVER_BLOCKS * blocks) + STRIDE, max(0, capacity_tokens), by_history)
         self._start_history(self._slots[slot])
 
     def remove_slot(self, slot: int) -> None:
@@ -216,6 +173,11 @@ class PrefixIndex:
         return bool(self._retired)
 
     @property
+    def is_told(self) -> bool:
+        """Some of what is known of workers comes from other routers: hits may reach over blocks that are not held one by one."""
+        return bool(self._masks[TOLD])
+
+    @property
     def needs_ticks(self) -> bool:
         """There are bits to sweep, or expectations to drop when their time is over."""
         return bool(self._retired or self._settling)
@@ -225,9 +187,10 @@ class PrefixIndex:
         entry = self._slots.get(slot)
         if entry is None:
             return 0
-        held = entry.life.held[GPU] * self.block_tokens
-        if entry.by_history and entry.of_bytes is not None:
-            held += int(entry.of_bytes.held[GPU] * entry.key_tokens)
+        life, of_bytes = entry.life, entry.of_bytes
+        held = (len(life.history) if life.history is not None else life.held[GPU]) * self.block_tokens
+        if entry.by_history and of_bytes is not None and of_bytes.history is not None:
+            held += int(len(of_bytes.history) * entry.key_tokens)
         return held
 
     # -- KV events
@@ -333,6 +296,24 @@ class PrefixIndex:
         entry.life.expected[id(expectation)] = expectation
         return expectation
 
+    def foresee(self, slot: int, prefix: Prefix, key_tokens: float = 0.0) -> Expectation | None:
+        """A pick of another router, by some of its keys: as `expect`."""
+        entry = self._slots.get(slot)
+        prefix = checked(prefix)
+        if entry is None or not prefix:
+            return None
+        life = entry.life
+        history = self._bytes_history(entry, key_tokens) if key_tokens else life.history
+        if history is not None:
+            history.use_told(prefix)
+            return None
+        keys = [key for _, key in prefix]
+        for key in keys:
+            self._hold(life, TOLD, key)
+        expectation = Expectation(life, keys, TOLD)
+        life.expected[id(expectation)] = expectation
+        return expectation
+
     def settle(self, expectation: Expectation, now: float) -> None:
         """The blocks are computed: events take over, after a grace in which they travel. `now` never falls."""
         self._settling.append((now + SETTLE_S, expectation))
@@ -344,7 +325,7 @@ class PrefixIndex:
             if not expectation.life.gone:
                 del expectation.life.expected[id(expectation)]
                 for key in expectation.keys:
-                    self._drop(expectation.life, GPU, key)
+                    self._drop(expectation.life, expectation.table, key)
 
     def expire(self, now: float) -> None:
         """Drops the settled expectations whose grace is over."""
@@ -391,14 +372,14 @@ class PrefixIndex:
 
         Returns: arrays over slots 0..num_slots-1.
         """
-        if key_tokens:
-            return self._vector(self.runs(keys), num_slots, key_tokens), None, None
-        gpu = self._vector(self.runs(keys), num_slots)
-        if not (self._masks[HOST] or self._masks[DISK]) or not keys:
+        gpu = self._vector(self.runs(keys), num_slots, key_tokens)
+        if self._masks[TOLD]:
+            gpu = np.maximum(gpu, self._vector(self._told_runs(keys), num_slots, key_tokens))
+        if key_tokens or not (self._masks[HOST] or self._masks[DISK]) or not keys:
             return gpu, None, None
         with_host = self._vector(self.runs(keys, HOST), num_slots)
         with_disk = self._vector(self.runs(keys, DISK), num_slots) if self._masks[DISK] else with_host
-        return gpu, with_host - gpu, with_disk - with_host
+        return gpu, np.maximum(with_host - gpu, 0.0), np.maximum(with_disk - np.maximum(with_host, gpu), 0.0)
 
     def hit_blocks(self, slot: int, keys: Sequence[int]) -> int:
         """Blocks of the prompt in one worker's GPU cache, by a walk over its own bit: right even where events were lost."""
@@ -414,7 +395,7 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the tables disagree."""
-        seen: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
+        seen: tuple[dict[int, int], ...] = tuple({} for _ in TABLES)
         for slot, entry in self._slots.items():
             assert entry.life.entries == sum(len(book) for book in entry.life.books.values()) <= entry.limit_entries
             assert (entry.life.history is not None) == entry.by_history
@@ -425,25 +406,25 @@ class PrefixIndex:
         building = [e.building.bit for e in self._slots.values() if e.building is not None]
         bits = [e.life.bit for e in self._slots.values()] + of_bytes + building + [r.life.bit for r in self._retired] + self._free_bits
         assert sorted(bits) == list(range(self._next_bit))
-        for tier in TIERS:
+        for tier in TABLES:
             assert {k: m & self._alive for k, m in self._masks[tier].items() if m & self._alive} == seen[tier]
             assert self._retired or building or all(m and not m & ~self._alive for m in self._masks[tier].values())
 
     # -- inside
 
-    def _check_life(self, slot: int, life: _Life, seen: tuple[dict[int, int], ...]) -> None:
+    def _check_life(self, slot: int, life: Life, seen: tuple[dict[int, int], ...]) -> None:
         """Adds what it holds to `seen`: per tier key -> mask."""
         assert life.slot == slot and not life.gone and self._alive >> life.bit & 1 and self._slot_of_bit[life.bit] == slot
         if life.history is not None:
             life.history.check_integrity()
-        for tier in TIERS:
+        for tier in TABLES:
             held = {key for key, mask in self._masks[tier].items() if mask >> life.bit & 1}
             assert life.held[tier] == len(held), (slot, tier)
             assert life.extra[tier].keys() <= held and all(n > 0 for n in life.extra[tier].values())
             for key in held:
                 seen[tier][key] = seen[tier].get(key, 0) | 1 << life.bit
 
-    def _new_life(self, slot: int, *, visible: bool = True) -> _Life:
+    def _new_life(self, slot: int, *, visible: bool = True) -> Life:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
@@ -453,21 +434,24 @@ class PrefixIndex:
         if visible:
             self._alive |= 1 << bit
         self._members.clear()
-        return _Life(bit, slot)
+        return Life(bit, slot)
 
-    def _renew(self, entry: _Slot) -> None:
+    def _renew(self, entry: Slot) -> None:
         self._retire(entry.life)
         entry.life = self._new_life(entry.life.slot)
         self._start_history(entry)
 
-    def _start_history(self, entry: _Slot) -> None:
+    def _start_history(self, entry: Slot) -> None:
         if entry.by_history:
             entry.life.history = self._new_history(entry.life, entry.capacity_tokens // self.block_tokens)
 
-    def _new_history(self, life: _Life, capacity_blocks: int) -> History:
-        return History(capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key))
+    def _new_history(self, life: Life, capacity_blocks: int) -> History:
+        return History(
+            capacity_blocks, lambda key: self._hold(life, GPU, key), lambda key: self._drop(life, GPU, key),
+            lambda key: self._hold(life, TOLD, key), lambda key: self._drop(life, TOLD, key),
+        )  # fmt: skip
 
-    def _bytes_history(self, entry: _Slot, key_tokens: float) -> History:
+    def _bytes_history(self, entry: Slot, key_tokens: float) -> History:
         """Of a worker's keys of bytes, with room for as many as its cache holds."""
         capacity = int(entry.capacity_tokens / key_tokens)
         if entry.of_bytes is None:
@@ -480,18 +464,18 @@ class PrefixIndex:
             history.resize(capacity)
         return history
 
-    def _drop_bytes(self, entry: _Slot) -> None:
+    def _drop_bytes(self, entry: Slot) -> None:
         if entry.of_bytes is not None:
             self._retire(entry.of_bytes)
             entry.of_bytes = None
 
-    def _retire(self, life: _Life) -> None:
+    def _retire(self, life: Life) -> None:
         life.gone = True
         self._alive &= ~(1 << life.bit)
         self._members.clear()
-        self._retired.append(_Retired(life, _keys_of(life)))
+        self._retired.append(Retired(life, _keys_of(life)))
 
-    def _hold(self, life: _Life, tier: int, key: int) -> None:
+    def _hold(self, life: Life, tier: int, key: int) -> None:
         masks, bit = self._masks[tier], 1 << life.bit
         mask = masks.get(key, 0)
         if mask & bit:
@@ -501,7 +485,7 @@ class PrefixIndex:
             masks[key] = self._share(mask | bit)
             life.held[tier] += 1
 
-    def _drop(self, life: _Life, tier: int, key: int) -> None:
+    def _drop(self, life: Life, tier: int, key: int) -> None:
         extra = life.extra[tier]
         more = extra.get(key, 0)
         if more > 1:
@@ -511,7 +495,7 @@ class PrefixIndex:
         else:
             self._unset(life, tier, key)
 
-    def _unset(self, life: _Life, tier: int, key: int) -> None:
+    def _unset(self, life: Life, tier: int, key: int) -> None:
         masks = self._masks[tier]
         mask = masks.get(key, 0)
         if not mask >> life.bit & 1:
@@ -531,6 +515,16 @@ class PrefixIndex:
         if len(self._shared) > _MASK_CACHE:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
+
+    def _told_runs(self, keys: Sequence[int]) -> list[Run]:
+        """The deepest told key of each worker, as far as these are keys of the prompt."""
+        get, left, out = self._masks[TOLD].get, self._alive, []
+        for depth in reversed(depths_up_to(len(keys))):
+            mask = get(keys[depth - 1], 0) & left
+            if mask:
+                out.append(Run(mask, depth))
+                left &= ~mask
+        return out
 
     def _getter(self, deepest_tier: int) -> Callable[[int, int], int]:
         gets = [self._masks[tier].get for tier in TIERS[: deepest_tier + 1]]
@@ -566,10 +560,11 @@ class PrefixIndex:
         return members
 
 
-def _keys_of(life: _Life) -> Iterator[tuple[int, int]]:
+def _keys_of(life: Life) -> Iterator[tuple[int, int]]:
     """(tier, key) of all that a life held, some twice."""
     if life.history is not None:
         yield from ((GPU, key) for key in life.history.held_keys())
+        yield from ((TOLD, key) for key in life.history.told_keys())
     for (tier, group), book in life.books.items():
         for engine_hash, packed in book.items():
             if (packed & ((1 << _DEPTH_BITS) - 1)) % STRIDE == 0:
@@ -578,24 +573,4 @@ def _keys_of(life: _Life) -> Iterator[tuple[int, int]]:
                 yield tier, key
     for expectation in list(life.expected.values()):
         for key in expectation.keys:
-            yield GPU, key
-
-
-class _Retired:
-    """A life whose bit is being cleared, in slices."""
-
-    def __init__(self, life: _Life, keys: Iterator[tuple[int, int]]) -> None:
-        self.life = life
-        self.done = False
-        self._keys = keys
-
-    def step(self, budget: int, unset: Callable[[_Life, int, int], None]) -> int:
-        """Clears up to `budget` keys; returns what is left of the budget."""
-        while budget > 0:
-            found = next(self._keys, None)
-            if found is None:
-                self.done = True
-                return budget
-            unset(self.life, *found)
-            budget -= 1
-        return 0
+            yield expectation.table, key

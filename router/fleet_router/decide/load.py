@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet_contract.worker import LoadReport, Profile, Seen
+from fleet_router.decide.told import Prefix
 
 RHO: Final = 4.0  # what a miss evicts, where the cache is full
 BETA: Final = 0.1  # what it costs each running decode
@@ -38,6 +39,8 @@ DEFAULT_STEP_BASE_S: Final = 0.020
 # Loading a cached token from a slower tier, in multiples of computing it.
 HOST_SPEEDUP: Final = 10.0
 DISK_SPEEDUP: Final = 3.0
+
+OURS: Final = ""  # as the name of a router
 
 # Rows of the matrix.
 WAIT, UNIT, STEP, STEP_CTX, COMMITTED, CAPACITY, PENALTY, ROWS, RATE = range(9)
@@ -77,6 +80,8 @@ class Pick:
     at: float = 0.0
     started: bool = False  # its first token came: the prompt is no work any more
     ours: bool = True  # counted by us, not by a report
+    prefix: Prefix = ()  # of its prompt, for other routers
+    key_tokens: float = 0.0  # of these keys, see `rule.Ask`
 
 
 class Load(NamedTuple):
@@ -99,13 +104,17 @@ class Learned:
     @property
     def factor(self) -> float:
         """How many times faster than the profile, within the limits."""
-        return min(LEARN_LIMIT, max(1 / LEARN_LIMIT, self.expected_s / self.seen_s))
+        return _within(self.expected_s / self.seen_s)
 
     def add(self, expected_s: float, seen_s: float) -> None:
         """One piece of work: what the profile expects of it, and what it took."""
         keep = max(0.0, 1.0 - max(expected_s, seen_s) / LEARN_LIFE_S)
         self.expected_s = self.expected_s * keep + expected_s
         self.seen_s = self.seen_s * keep + max(0.0, seen_s)
+
+
+def _within(factor: float) -> float:
+    return min(LEARN_LIMIT, max(1 / LEARN_LIMIT, factor))
 
 
 class LoadTable:
@@ -240,6 +249,8 @@ class SlotLoad:
     penalty_s: float = 0.0
     prefill: Learned = field(default_factory=Learned)
     step: Learned = field(default_factory=Learned)
+    speeds: dict[str, tuple[float, float]] = field(default_factory=dict)  # factors of prefill and step as routers told them last, ours by OURS
+    _factors: tuple[float, float] | None = None  # the mean of those, where there are others
     _last_start: float = -math.inf
     _column: tuple[float, ...] | None = None
 
@@ -297,7 +308,7 @@ class SlotLoad:
             if known.ours:
                 self._count(known, -1)
             if told.started and not known.started:
-                self._last_start = now
+                self._learn_prefill(known, now)  # else what it took looks as if our prompts had taken it
         told.ours = self._is_unseen(told.number, self.report.seen.get(router) if self.report is not None else None)
         self.others[router][told.number] = told
         if told.ours:
@@ -319,6 +330,29 @@ class SlotLoad:
         """Nothing is known of another router any more: what it has here is for the worker's reports to tell."""
         for number in list(self.others.get(router, ())):
             self.end_other(router, number)
+
+    def tell_speeds(self) -> tuple[float, float]:
+        """What we learned of it, for other routers; from now on that is our part of the mean."""
+        told = (self.prefill.factor, self.step.factor)
+        self.set_speeds(OURS, told)
+        return told
+
+    def set_speeds(self, router: str, factors: tuple[float, float] | None) -> None:
+        """What a router learned; None: it is not heard any more. All routers reckon with the same mean: else each judges queues differently."""
+        if self.speeds.get(router) == factors:
+            return
+        if factors is None:
+            del self.speeds[router]
+        else:
+            self.speeds[router] = factors
+        n = len(self.speeds)
+        if self.speeds.keys() - {OURS}:
+            prefill, step = (math.prod(_within(f[at]) for f in self.speeds.values()) ** (1 / n) for at in (0, 1))
+            self._factors = prefill, step
+        else:
+            self._factors = None
+        self.table.version += 1
+        self.refresh()
 
     # -- reports
 
@@ -381,7 +415,7 @@ class SlotLoad:
     @property
     def prefill_rate(self) -> float:
         """Uncached prompt tokens per second, as learned."""
-        return self.speed.prefill_tokens_per_s * self.prefill.factor
+        return self.speed.prefill_tokens_per_s * (self.prefill.factor if self._factors is None else self._factors[0])
 
     @property
     def fill(self) -> float:
@@ -405,7 +439,7 @@ class SlotLoad:
         """An answer of this worker took `seconds` for `tokens` tokens after its first."""
         if self.learn and tokens > 0 and seconds > 0:
             expected = self.speed.step_base_s + self.speed.step_per_row_s * max(1, self.rows) + self.speed.step_per_ctx_token_s * self.ctx
-            share = 1 / max(1, self.rows)  # rows that run side by side tell of the same steps
+            share = 1 / max(1, len(self.picks))  # rows of ours that run side by side tell of the same steps
             self.step.add(expected * tokens * share, seconds * share)
             self.table.version += 1
             self.refresh()
@@ -421,7 +455,7 @@ class SlotLoad:
         if self._column is None:
             speed, rate = self.speed, self.prefill_rate
             pend = self.pend + (self.table.routers - 1) * self._fresh() if self.unsent else self.pend
-            slowness = 1 / self.step.factor
+            slowness = 1 / (self.step.factor if self._factors is None else self._factors[1])
             self._column = (
                 pend / rate,
                 (1.0 + RHO * self.fill + BETA * min(self.run, BETA_ROWS)) / rate,

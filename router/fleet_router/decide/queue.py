@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet_router.decide.load import CAPACITY, COMMITTED, PENALTY, RATE, ROWS, STEP, STEP_CTX, UNIT, WAIT, LoadTable
+from fleet_router.decide.rivals import Rivals, Wish
 from fleet_router.decide.rule import NEAR_TIE_S, NEAR_TIE_SHARE, Ask, Hits, Pool, delta
+from fleet_router.decide.told import Prefix
 
 CLASSES: Final = ("system", "interactive", "default", "batch")  # highest first
 CLASS_WEIGHTS: Final = {"system": 8.0, "interactive": 4.0, "default": 2.0, "batch": 1.0}
@@ -40,6 +42,9 @@ QUANTUM: Final = 0.25  # of what the fleet computes in theta
 ROOM_AFTER: Final = 2.0  # times the affinity wait: then room is made for a request that fits nowhere
 MAX_FINISHED: Final = 4096
 BATCH: Final = "batch"
+WISHES_EACH: Final = 5
+BATCH_LEVEL: Final = 10.0  # of orders, which are about 1 and less: where others' requests wait too, batch comes after them
+STUCK_FIRST: Final = 10.0  # and a request that room is made for before them
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -106,8 +111,9 @@ class Flow:
 class CacheQueue:
     """See the module. `look_up(keys, key_tokens)` gives the hits of a prompt in all workers now."""
 
-    def __init__(self, table: LoadTable, rules: QueueRules, look_up: Callable[[Sequence[int], float], Hits]) -> None:
+    def __init__(self, table: LoadTable, rules: QueueRules, look_up: Callable[[Sequence[int], float], Hits], rivals: Rivals | None = None) -> None:
         self.rules = rules
+        self.rivals = rivals or Rivals()
         self._table = table
         self._look_up = look_up
         self._pool = Pool()
@@ -143,6 +149,7 @@ class CacheQueue:
 
     def set_pool(self, pool: Pool) -> None:
         """The workers changed: hits are looked up anew."""
+        self.rivals.idle(self._pool.slots_prompt)
         self._pool = pool
         for request in self.waiting():
             request.hits_at = -math.inf
@@ -200,6 +207,8 @@ class CacheQueue:
             self._per_tenant[request.tenant] = left
         else:
             del self._per_tenant[request.tenant]
+            if not self._per_tenant:
+                self.rivals.idle(self._pool.slots_prompt)
         if len(self._deadlines) > 2 * len(self) + 64:
             self._deadlines = [d for d in self._deadlines if d[2].queued]
             heapq.heapify(self._deadlines)
@@ -244,6 +253,17 @@ class CacheQueue:
                         high = middle - 1
                 self._hits[request.row, slot] = max(self._hits[request.row, slot], low * block_tokens)
 
+    def expect_told(self, slot: int, prefix: Prefix, block_tokens: float) -> None:
+        """The same of another router's prompt."""
+        if not prefix or slot >= self._hits.shape[1]:
+            return
+        for request in self.waiting():
+            mine = request.keys
+            for depth, key in reversed(prefix):
+                if depth <= len(mine) and mine[depth - 1] == key:
+                    self._hits[request.row, slot] = max(self._hits[request.row, slot], depth * block_tokens)
+                    break
+
     # -- taking
 
     def take(self, now: float) -> tuple[Waiting, Bools] | None:
@@ -255,12 +275,13 @@ class CacheQueue:
         if not self._per_tenant or not slots.size:
             return None
         m = self._table.matrix[:, slots]
-        if not (m[WAIT] < self.rules.theta_s).any():
+        shared = self._table.routers > 1
+        if not shared and not (m[WAIT] < self.rules.theta_s).any():
             return None
         self._move_up(now)
         look = _Look(self, slots, m, now)
-        for requests in self._windows(slots.size, float(m[RATE].sum())):
-            found = look.best(requests)
+        for number, requests in enumerate(self._windows(slots.size, float(m[RATE].sum()))):
+            found = look.best(requests, tell=shared and not number)
             if found is not None:
                 request, is_open, tokens = found
                 self._charge(request, tokens)
@@ -359,9 +380,13 @@ class _Look:
         self._m = m
         self._now = now
         self._num_alone = queue.pool.slots_alone.size
+        self._kept: tuple[int, Wish] | None = None  # a worker that we keep for a request
 
-    def best(self, requests: list[Waiting]) -> tuple[Waiting, Bools, float] | None:
-        """The request that may go and needs least, the slots open to it, and the tokens it costs. None when none may go."""
+    def best(self, requests: list[Waiting], *, tell: bool) -> tuple[Waiting, Bools, float] | None:
+        """The request that may go and needs least, the slots open to it, and the tokens it costs. None when none may go.
+
+        Args: tell: other routers are to know what waits here.
+        """
         rules, m = self._queue.rules, self._m
         self._queue.refresh(requests, self._now)
         saved, facts = self._queue.rows_of(requests)
@@ -369,13 +394,22 @@ class _Look:
         miss = np.maximum(prompt - saved[:, self._slots], 1.0)
         costs = m[WAIT] + m[UNIT] * miss + m[PENALTY]
         flow = requests[0].flow
-        share = BATCH_SHARE_OF_THETA if flow is not None and flow.klass == BATCH else 1.0  # batch never shares a look with others
+        is_batch = flow is not None and flow.klass == BATCH  # batch never shares a look with others
+        share = BATCH_SHARE_OF_THETA if is_batch else 1.0
         is_open = self._add_answers(costs, prompt, answer, requests) & (m[WAIT] < share * rules.theta_s)
         self._exclude(requests, costs, is_open)
         self._keep_room(requests, is_open, age)
         least = costs.min(axis=1)
         limit = least + np.minimum(NEAR_TIE_S, NEAR_TIE_SHARE * least)
-        wanted: Bools = np.logical_and(is_open, (costs <= limit[:, None]) | (age > rules.affinity_s)[:, None])
+        wants = (costs <= limit[:, None]) | (age > rules.affinity_s)[:, None]
+        wanted: Bools = np.logical_and(is_open, wants)
+        rivals = self._queue.rivals
+        if tell or rivals.any:
+            levels = miss / prompt + rules.age_weight * facts[:, 2:3] + (BATCH_LEVEL if is_batch else 0.0)
+            if tell:
+                self._tell(requests, levels, wants, facts)
+            if rivals.any:
+                wanted = rivals.leave(self._slots, m, levels, wanted, self._now)
         may = wanted.any(axis=1)
         if not may.any():
             return None
@@ -420,6 +454,30 @@ class _Look:
             others = np.array([r is not queue.stuck for r in requests])
             kept = int((self._m[COMMITTED] / self._m[CAPACITY]).argmin())
             is_open[others, kept] = False
+            self._kept = kept, Wish(self._level_of_stuck(queue.stuck), queue.stuck.ask.prompt_tokens + queue.stuck.ask.answer_tokens, True)
+        if queue.rivals.any:
+            is_open[:, queue.rivals.kept(self._slots, self._kept[1].level if self._kept is not None else math.inf)] = False
+
+    def _level_of_stuck(self, request: Waiting) -> float:
+        return self._queue.rules.age_weight * request.arrived - STUCK_FIRST
+
+    def _tell(self, requests: list[Waiting], levels: Floats, wants: Bools, facts: Floats) -> None:
+        """The best requests for each worker, for other routers: of all, of those that need half as much room as this, and so on."""
+        wanted = np.where(wants, levels, np.inf)
+        need, every = facts[:, 0] + facts[:, 1], np.arange(wanted.shape[1])
+        slots = self._slots.tolist()
+        found: dict[int, tuple[Wish, ...]] = {}
+        for _ in range(WISHES_EACH):
+            best = wanted.argmin(axis=0)
+            least, tokens = wanted[best, every], need[best]
+            for slot, level, size in zip(slots, least.tolist(), tokens.tolist(), strict=True):
+                if level < math.inf:
+                    found[slot] = (*found.get(slot, ()), Wish(level, int(size)))
+            wanted[need[:, None] > tokens / 2] = np.inf
+        if self._kept is not None:
+            slot = slots[self._kept[0]]
+            found[slot] = (self._kept[1], *found.get(slot, ()))
+        self._queue.rivals.set_ours(self._slots, found)
 
     def _exclude(self, requests: list[Waiting], costs: Floats, is_open: Bools) -> None:
         for n in [n for n, request in enumerate(requests) if request.exclude]:

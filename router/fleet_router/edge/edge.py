@@ -24,6 +24,7 @@ from fleet_router.desk import Desk
 from fleet_router.edge.access import HANDSHAKE_TIMEOUT_S, Access
 from fleet_router.edge.answers import EdgeAnswers
 from fleet_router.edge.encoders import Encoders
+from fleet_router.edge.quota import QuotaReports
 from fleet_router.edge.remote_desk import RemoteDesk
 from fleet_router.edge.service import DataService
 from fleet_router.edge.traces import Traces
@@ -147,6 +148,8 @@ class RemoteEdge(Edge):
         desk = RemoteDesk(settings, Counters(), index=index, answer=self._answer, connections=self.connections)
         super().__init__(settings, desk, Pool(), max_files=max_files)
         desk.on_ready = self._worker_ready
+        self._quota = QuotaReports(self.access.callers, desk.tell_uses)
+        desk.on_shares = self._quota.take
         self._own_link = LinkServer(lambda: Channel(lambda c, m: None, lambda c: None, self._answer))
 
     async def start(self, data: socket.socket, link_name: str, own_link: socket.socket) -> None:
@@ -154,6 +157,7 @@ class RemoteEdge(Edge):
 
         `own_link`: where the control process asks while there is no brain.
         """
+        self._quota.start()
         self.desk.start(link_name)
         await self._own_link.start(own_link)
         await self.desk.until_here(TABLE_WAIT_S)
@@ -161,6 +165,7 @@ class RemoteEdge(Edge):
 
     async def close(self) -> None:
         await super().close()
+        self._quota.close()
         await self.desk.close()
         await self._own_link.close()
 

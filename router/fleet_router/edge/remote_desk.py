@@ -21,6 +21,7 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_router import errors, revisions
+from fleet_router.decide.shares import Use
 from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
 from fleet_router.link import Answer, Channel, keep_connected
@@ -40,8 +41,10 @@ from fleet_router.messages import (
     Pulse,
     Refused,
     Report,
+    Shares,
     Suspect,
     TableNews,
+    Uses,
     Wait,
     WantFacts,
     Welcome,
@@ -94,6 +97,7 @@ class RemoteDesk:
         self.counters = counters
         self.table: Table[WorkerView] = Table()
         self.on_ready: Callable[[WorkerView], None] = lambda view: None  # a worker is ready, told with each change of the table
+        self.on_shares: Callable[[Shares], None] = lambda shares: None  # of callers' limits
         self._settings = settings
         self._index = index
         self._answer = answer
@@ -317,6 +321,8 @@ class RemoteDesk:
             self._take_table(message)
         elif isinstance(message, Pulse):
             self._set_synced(message.synced)
+        elif isinstance(message, Shares):
+            self.on_shares(message)
         elif isinstance(message, Welcome):
             log.info("the deciding process decides", extra={"pick_id": message.pick_id})
             self._pick_id = message.pick_id
@@ -457,6 +463,10 @@ class RemoteDesk:
         number = self._safe_picks.get(worker, 0)
         self._safe_picks[worker] = number + 1
         return number
+
+    def tell_uses(self, uses: list[Use]) -> None:
+        """What was asked of callers' limits."""
+        self._send(Uses(uses))
 
     def _report(self) -> None:
         if self._connected is not None:

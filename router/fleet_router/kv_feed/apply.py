@@ -15,7 +15,8 @@ from fleet_contract.prefix import namespace_hash
 from fleet_contract.worker import WorkerRecord
 from fleet_router.decide import events
 from fleet_router.decide.events import EventBook
-from fleet_router.decide.index import DISK, GPU, HOST, PrefixIndex
+from fleet_router.decide.index import PrefixIndex
+from fleet_router.decide.lives import DISK, GPU, HOST
 
 PIECE_BLOCKS: Final = 512
 _TIERS: Final = {"GPU": GPU, "CPU": HOST, "CPU_TIER1": HOST, "CPU_TIER2": DISK, "DISK": DISK, "STORAGE": DISK}  # words of vLLM, SGLang, RFC 1527

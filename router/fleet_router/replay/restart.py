@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fleet_router.decide.index import GPU
 from fleet_router.decide.keys import STRIDE
+from fleet_router.decide.lives import GPU
 from fleet_router.decide.load import Pick
 
 if TYPE_CHECKING:

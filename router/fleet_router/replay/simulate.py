@@ -15,8 +15,8 @@ from functools import partial
 from typing import Final, Protocol
 
 from fleet_router.decide.fleet import Decision, Fleet, Taken
-from fleet_router.decide.index import GPU
 from fleet_router.decide.keys import STRIDE
+from fleet_router.decide.lives import GPU
 from fleet_router.decide.load import Speed
 from fleet_router.decide.peers import PeerBook
 from fleet_router.decide.queue import QueueRules, Waiting
@@ -242,15 +242,15 @@ class SharedChooser:
 
     def __init__(self, rule: str, workers: list[Worker], machine: Machine, seed: int, options: Options) -> None:
         self.brains = [OurChooser(rule, workers, machine, seed + n, options) for n in range(options.brains)]
-        self.books = [PeerBook(brain.fleet.load, str(n)) for n, brain in enumerate(self.brains)]
+        self.books = [PeerBook(brain.fleet.load, str(n), brain.fleet.rivals, brain.fleet) for n, brain in enumerate(self.brains)]
         self._options = options
         self._draw = random.Random(seed).randrange
         self._brain_of: dict[int, OurChooser] = {}
         self._now = self._whole_at = 0.0
-        self.share_at = 0.0
+        self._share_at = 0.0
         for brain, book in zip(self.brains, self.books, strict=True):
             book.expect([str(n) for n in range(options.brains)])
-            brain.fleet.load.on_unsent = self._plan
+            brain.fleet.load.on_unsent = brain.fleet.rivals.on_changed = self._plan
             for slot in range(len(workers)):
                 book.worker_added((str(slot), 0, ""), brain.fleet.load.slots[slot])
 
@@ -279,22 +279,29 @@ class SharedChooser:
         pass
 
     def share(self, now: float) -> list[tuple[Job, int]]:
-        self._now, self.share_at = now, math.inf
+        self._now = now
+        if now < self._share_at:
+            return self.freed(now)  # somebody has waited for others for long enough
+        self._share_at = math.inf
         whole = now >= self._whole_at
         if whole:
             self._whole_at = now + WHOLE_S
-        told = [(n, book.everything() if whole else book.changes()) for n, book in enumerate(self.books)]
+        told = [(n, book.everything(now) if whole else book.changes(now)) for n, book in enumerate(self.books)]
         for n, message in told:
             if message is not None and not self._options.cut[0] <= now < self._options.cut[1]:
                 for book in self.books[:n] + self.books[n + 1 :]:
                     book.take(str(n), message, now)
         for book in self.books:
             book.tick(now)
-        self.share_at = min(self.share_at, self._whole_at)
+        self._share_at = min(self._share_at, self._whole_at)
         return self.freed(now)
 
+    @property
+    def share_at(self) -> float:
+        return min(self._share_at, *(max(self._now + 1e-6, brain.fleet.rivals.look_again_at) for brain in self.brains))
+
     def _plan(self) -> None:
-        self.share_at = min(self.share_at, self._now + self._options.share_s)
+        self._share_at = min(self._share_at, self._now + self._options.share_s)
 
 
 def _must(ok: bool) -> None:

@@ -86,7 +86,8 @@ def memory_of_index(changes: int, live_blocks: int, *, seed: int = 1) -> list[Nu
 
 def churn(changes: int, live_blocks: int, seed: int) -> None:
     """Random stores and removes on 8 workers, then all are removed; prints what the process took. For a process of its own."""
-    from fleet_router.decide.index import GPU, PrefixIndex
+    from fleet_router.decide.index import PrefixIndex
+    from fleet_router.decide.lives import GPU
 
     rng, me, slots = random.Random(seed), psutil.Process(), SLOTS
     index = PrefixIndex()
