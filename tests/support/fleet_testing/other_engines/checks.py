@@ -275,9 +275,12 @@ async def flush(stage: Stage) -> str:
     said = await stage.http.post(f"{router.control}/flush_cache", json={"model": MODEL})
     expect([w["ok"] for w in said.json()["workers"].values()] == [True], otherwise=said.text)
 
+    # vLLM publishes what has changed with its next step.
+    await stage.ask_itself(stage.tooled, COMPLETIONS, {"prompt": _prompt(31)} | limited(COMPLETIONS, 1))
+
     async def forgotten() -> bool:
-        (worker,) = await stage.workers()
-        return bool(worker["indexedTokens"] == 0)
+        told_now = await stage.explain({"prompt": _prompt(30)}, COMPLETIONS)
+        return all(w["hitTokens"] == 0 for w in told_now["workers"])
 
     await until_async(forgotten, "the index forgets")
     found = await _hits(stage, _prompt(30))
