@@ -14,6 +14,7 @@ import os
 import random
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,8 @@ class Serving(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        if self.state.long:  # hundreds of streams that stand still would take the machine's memory for TCP
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
