@@ -23,7 +23,6 @@ from fleet_router.metrics import render
 from fleet_router.observed import RouterFacts
 from fleet_router.replay import gates, trace
 from fleet_router.replay.simulate import Machine, Options, Simulation
-from fleet_router.settings import BadFlag, Settings
 from fleet_router.supervisor import bind
 from fleet_testing.fake_events import FakePublisher
 from fleet_testing.fake_worker import FakeWorker, Script
@@ -567,36 +566,3 @@ async def test_a_brain_process_of_its_own_shares_too_and_its_port_survives_it(
     brain.kill()
     await until(lambda: [p.known and p.router != life for p in fleet.edge.host._peers._book.peers.values()] == [True], "the next brain is heard")
     await until_async(heard_there, "and hears")
-
-
-# -- flags
-
-
-@pytest.fixture
-def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-
-
-@pytest.mark.usefixtures("in_a_pod")
-def test_flags_of_peers(settings_of: Callable[..., Settings]) -> None:
-    assert settings_of("--static", "http://h:1").peer_port == -1
-    assert settings_of("--kubernetes").peer_port == 8002
-    assert settings_of("--static", "http://h:1", "--peer-port", "9").peer_port == 9
-    listed = settings_of("--static", "http://h:1", "--peers", "a:1,[fd00::1]:2", "--peers", "a:1")
-    assert (listed.peers, listed.peer_port) == (("a:1", "[fd00::1]:2"), 8002)
-
-
-@pytest.mark.usefixtures("in_a_pod")
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--kubernetes", "--peers", "a:1"), "--peers needs --static"),
-        (("--kubernetes", "--peer-port", "0"), "could not find it"),
-        (("--static", "http://h:1", "--peers", "a"), "HOST:PORT is needed"),
-        (("--static", "http://h:1", "--peers", "a:0"), "HOST:PORT is needed"),
-        (("--static", "http://h:1", "--peers", "fd00::1:2"), "HOST:PORT is needed"),
-    ],
-)
-def test_wrong_flags_of_peers_are_told(settings_of: Callable[..., Settings], flags: tuple[str, ...], words: str) -> None:
-    with pytest.raises(BadFlag, match=words):
-        settings_of(*flags)
