@@ -3,6 +3,7 @@
 .PHONY: cancels other-engines rolling cases rules fuzz fuzz-router chaos-router promises soak scheduler-run scheduler-profile help setup setup-python up down status test check up-kill replay \
   bench-choice bench-router router-profile bench-runtime format clean
 PYTHON := .venv/bin/python
+export PATH := $(PATH):$(CURDIR)/.setup/uv/bin
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from fleet_contract import names
 
@@ -39,8 +40,7 @@ def split_ids_body(json_length: int, body: bytes) -> tuple[bytes, list[int]]:
     return body[:json_length], decode_ids(body[json_length:])
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedHeaders:
+class RoutedHeaders(Struct, frozen=True):
     """The headers a router adds to a request, parsed. Everything is None or empty for a request that no router sent."""
 
     rid: str | None = None

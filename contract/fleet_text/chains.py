@@ -15,8 +15,9 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec import Struct
 
 from fleet_contract.names import PAGE_SIZE
 from fleet_contract.prefix import extend_chain
@@ -56,8 +57,7 @@ class _Node:
         self.size = NODE_BYTES
 
 
-@dataclass(slots=True)
-class Reading:
+class Reading(Struct):
     """A text of which some pieces are known. `missing` are to be tokenized, in order, behind `nodes`."""
 
     namespace: int

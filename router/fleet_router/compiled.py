@@ -59,6 +59,7 @@ MODULES: Final = (
     "fleet_router.engines.radixfleet",
     "fleet_router.errors",
     "fleet_router.http.client",
+    "fleet_router.http.exchange",
     "fleet_router.http.head",
     "fleet_router.http.held",
     "fleet_router.http.request",

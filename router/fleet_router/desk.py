@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from fleet_router.decide.keys import made_of
 from fleet_router.metrics import Counters
 from fleet_router.table import Service, ServiceKey, Table, WorkerView
 
 
-@dataclass(slots=True)
-class Want:
+class Want(Struct):
     """What a request needs of a choice."""
 
     service: ServiceKey
@@ -25,7 +26,7 @@ class Want:
     answer_tokens: int
     revision: str
     keys: tuple[int, ...] = ()
-    exclude: Collection[WorkerView] = field(default_factory=tuple)
+    exclude: Collection[WorkerView] = ()
     request_id: str = ""
     any_role: bool = False  # no generation: every ready worker can answer
     prompt_only: bool = False  # nothing behind the prompt is computed: a prefill worker can answer alone
@@ -41,13 +42,15 @@ class Want:
         return made_of(self.keys, self.key_tokens)
 
 
-@dataclass(slots=True, eq=False)
 class Leg:
     """One worker's part of a lease."""
 
-    worker: WorkerView
-    pick_number: int  # of the lease's `pick_id`: the worker echoes it in its load reports
-    released: bool = False
+    __slots__ = ("pick_number", "released", "worker")
+
+    def __init__(self, worker: WorkerView, pick_number: int) -> None:
+        self.worker = worker
+        self.pick_number = pick_number  # of the lease's `pick_id`: the worker echoes it in its load reports
+        self.released = False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,19 +123,22 @@ class Desk(Protocol):
         """All its workers answered well."""
 
 
-@dataclass(slots=True, eq=False)
 class Lease:
     """The workers chosen for one attempt, counted until `release`. Use as a context manager."""
 
-    desk: Desk
-    number: int  # of this desk, never used again
-    pick_id: str  # whose numbers the picks have: one life of a brain, or of an edge that chose without one
-    serving: Leg  # gives the client's answer
-    prefill: Leg | None
-    prompt_tokens: int
-    predicted_tokens: int  # of the prompt, what the worker that computes it should have cached
-    waited_s: float = 0.0  # because all workers were busy
-    over: bool = False
+    def __init__(
+        self, desk: Desk, number: int, pick_id: str, serving: Leg, prefill: Leg | None, prompt_tokens: int, predicted_tokens: int,
+        waited_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.desk = desk
+        self.number = number  # of this desk, never used again
+        self.pick_id = pick_id  # whose numbers the picks have: one life of a brain, or of an edge that chose without one
+        self.serving = serving  # gives the client's answer
+        self.prefill = prefill
+        self.prompt_tokens = prompt_tokens
+        self.predicted_tokens = predicted_tokens  # of the prompt, what the worker that computes it should have cached
+        self.waited_s = waited_s  # because all workers were busy
+        self.over = False
 
     def __enter__(self) -> Lease:
         return self

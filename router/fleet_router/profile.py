@@ -26,8 +26,9 @@ from fleet_router.brain.registry import Endpoint
 from fleet_router.desk import Lease, Want
 from fleet_router.edge.encoders import with_chains
 from fleet_router.http.client import Connection
+from fleet_router.http.exchange import Exchange
 from fleet_router.http.request import Request
-from fleet_router.http.server import DataProtocol, Exchange, ServerState
+from fleet_router.http.server import DataProtocol, ServerState
 from fleet_router.settings import Settings
 from fleet_router.single import Single
 from fleet_text.chat import chat_inputs

@@ -124,6 +124,7 @@ class Supervisor:
             pass_fds=[fd for fd in (handover.listen_fd, handover.link_fd, handover.peer_fd, handover.beat_fd) if fd >= 0],
             start_new_session=True,  # a terminal's Ctrl-C reaches only the supervisor
             stdin=subprocess.DEVNULL,
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # nothing here multiplies matrices: its threads would only lie about
         )
         if listener is not None and listener not in (self._data, self._control):
             listener.close()

@@ -58,9 +58,9 @@ def service_of_record(record: WorkerRecord) -> ServiceKey:
 class Service(Generic[W]):
     """One InferenceService, or one group of static workers."""
 
-    def __init__(self, facts: ServiceFacts) -> None:
+    def __init__(self, facts: ServiceFacts, workers: list[W] | None = None) -> None:
         self.facts = facts
-        self.workers: list[W] = []
+        self.workers = workers if workers is not None else []
         self.adapters: set[str] = set()  # LoRA adapters that some of the workers have
         self._units: dict[str, int] | None = None  # every change of a worker makes a new table
 

@@ -11,10 +11,11 @@ import pytest
 
 from fleet_cli import route
 from fleet_contract.errors import ApiError
-from fleet_router.api.body import asked_path, parse_body, read_prompt
+from fleet_router.api.body import asked_path, parse_body
 from fleet_router.engines.vllm import Vllm
 from fleet_testing.engines.vllm import FakeVllm
 from fleet_testing.fake_worker import FakeWorker
+from fleet_testing.prompts import read_prompt
 from fleet_testing.router_process import RouterProcess, until_async
 from fleet_text.prompt import PromptEncoder
 

@@ -421,7 +421,7 @@ async def test_why_a_worker_is_not_read_or_not_ready_is_told(
         return " ".join(entry["reason"] for entry in (await router.get("/workers"))[part])
 
     async def refused() -> bool:
-        return "401" in await told("unread")
+        return "401" in await told("workers")
 
     await until_async(refused, "the refused key is named")
     other = await make_router("--static", engine.url(key_env="RADIXFLEET_WORKER_KEY_TINY"))

@@ -289,13 +289,13 @@ def test_picks_of_others_are_taken_off_what_a_foreign_engine_says() -> None:
 
 
 def test_the_bytes_on_the_wire_stay_as_they_are_and_older_and_newer_writers_are_understood() -> None:
-    pick = PickFacts(3, 100, 200, 300, False, [(4, 1 << 63)])
+    pick = PickFacts(3, 100, 200, 300, False, [(4, 1 << 63)], 51.5)
     wish = WishFacts("uid", 0, "life", 0.25, 500, True)
     workers = [WorkerPicks("uid", 0, "life", [pick], [1], (1.5, 0.5))]
     message = PeerMessage("r.0", True, False, workers, [wish], [("k.tokens", 2.0)])
     data = bytes.fromhex(
-        "96a3722e30c3c29196a375696400a46c69666591960364ccc8cd012cc2919204cf8000000000000000910192cb3ff8000000"
-        "000000cb3fe00000000000009196a375696400a46c696665cb3fd0000000000000cd01f4c39192a86b2e746f6b656e73cb4000000000000000"
+        "96a3722e30c3c29196a375696400a46c69666591970364ccc8cd012cc2919204cf8000000000000000cb4049c00000000000910192cb3f"
+        "f8000000000000cb3fe00000000000009196a375696400a46c696665cb3fd0000000000000cd01f4c39192a86b2e746f6b656e73cb4000000000000000"
     )
     assert msgspec.msgpack.encode(message) == data
     assert msgspec.msgpack.decode(data, type=PeerMessage) == message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from fleet_contract.cache_folder import cache_folder
 
 SCHEMA: Final = "radixfleet-bench-router/1"
 PEERS: Final = {"sglang-router": (SGLANG, "sglang_router.launch_router"), "smg": (SMG, "smg.launch_router")}
+FLOOR: Final = "nginx"  # routes nothing: what is left of a request on this machine when the router does next to nothing
 ALL: Final = (*SCENARIOS, "choice")
 WORKERS: Final = 4
 
@@ -32,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """All options."""
     p = argparse.ArgumentParser(prog="make bench-router ARGS=", description="Our router beside sglang-router and smg, in one run on this machine.")
     p.add_argument("--scenarios", default=",".join(ALL), help="comma-separated choice of: %(default)s")
-    p.add_argument("--peers", default=",".join(PEERS), help="comma-separated choice of: %(default)s; empty: ours alone")
+    p.add_argument("--peers", default=",".join((*PEERS, FLOOR)), help="comma-separated choice of: %(default)s; empty: ours alone")
     p.add_argument("--rounds", type=int, default=5, help="rounds of each scenario (default %(default)s; fewer are no claim)")
     p.add_argument("--seconds", type=float, default=5.0, help="of each round of load (default %(default)g)")
     p.add_argument("--ours-flags", default="--workers=auto", help="more flags of radixfleet-router (default %(default)s)")
@@ -70,7 +72,7 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
         results.reason(str(e))
         return results
     pythons: dict[str, Path] = {}
-    for name in peers:
+    for name in (p for p in peers if p in PEERS):
         try:
             pythons[name] = setup.ensure(PEERS[name][0], say)
         except setup.CannotSetUp as e:
@@ -78,10 +80,12 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
     tokenizer = tokenizer_zip(a.model_folder)
     for name in (s for s in chosen if s in SCENARIOS):
         entry = SCENARIOS[name]
-        with make_workers(entry.workers, tools, tokenizer) as workers:
+        with make_workers(entry.workers, tools, tokenizer) as workers, tempfile.TemporaryDirectory(prefix="radixfleet-bench-proxy-") as folder:
             kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags))]
             if entry.peers:
                 kinds += [routers.peer(p, python, PEERS[p][1], workers.urls) for p, python in pythons.items()]
+                if FLOOR in peers and name.startswith("chats"):
+                    kinds.append(routers.floor(FLOOR, tools, workers.urls, Path(folder)))
             ask = _connects if len(workers.ports) > WORKERS else None
             stage = Stage(kinds, results, say, partial(routers.wait_ready, ask=ask))
             try:
@@ -113,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 all bars hold, 1 one failed, 3 one could not be measured, 2 wrong usage, 130 interrupted (all processes ended)."""
     a = parser().parse_args(argv)
     try:
-        chosen, peers = choose(a.scenarios, ALL, "--scenarios"), choose(a.peers, tuple(PEERS), "--peers")
+        chosen, peers = choose(a.scenarios, ALL, "--scenarios"), choose(a.peers, (*PEERS, FLOOR), "--peers")
         if a.rounds < 1 or a.seconds < 1:
             raise ValueError("--rounds and --seconds must be 1 or more")
         if not (a.model_folder / "tokenizer.json").is_file():

@@ -17,6 +17,7 @@ def _chats(key: str, what: str) -> tuple[Bar, ...]:
         Bar(f"{key}-cpu", f"{what}: processor", "us", 0.5, peer=PEER, least=False, binding=False),
         Bar(f"{key}-rate", f"{what}: rate", "/s", 1.0, peer="smg", binding=False),
         Bar(f"{key}-p50", f"{what}: p50", "us", 1.0, peer="smg", least=False, binding=False),
+        Bar(f"{key}-rate", f"{what}: rate, of a proxy that routes nothing", "/s", 1.0, peer="nginx", binding=False),
     )
 
 

@@ -121,8 +121,6 @@ def nginx_workers(tools: Tools, count: int, *, tokenizer: bytes | None) -> Worke
 
 def nginx_conf(root: Path, ports: Sequence[int]) -> str:
     """One server for each worker; no log, connections kept for good."""
-    paths = "".join(f" {kind}_temp_path {root}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-    user = "user root;" if os.geteuid() == 0 else ""
     servers = "\n".join(
         f"""server {{ listen 127.0.0.1:{port} backlog=1024; root {root};
   location = /worker {{ return 200 '{record(port)}'; }}
@@ -132,7 +130,22 @@ def nginx_conf(root: Path, ports: Sequence[int]) -> str:
   location / {{ return 200 '{ABOUT}'; }} }}"""
         for port in ports
     )
-    return f"""{user} worker_processes 1; daemon off; pid {root}/pid; error_log {root}/errors crit;
+    return _conf(root, servers, processes=1)
+
+
+def proxy_conf(root: Path, port: int, urls: Sequence[str]) -> str:
+    """A proxy that reads no body and chooses nobody: the workers in turn, connections kept. What remains is what the machine takes."""
+    workers = "".join(f" server {url.removeprefix('http://')};" for url in urls)
+    servers = f"""upstream workers {{{workers} keepalive 64; keepalive_requests 1000000000; }}
+server {{ listen 127.0.0.1:{port} backlog=1024 reuseport;
+  location / {{ proxy_pass http://workers; proxy_http_version 1.1; proxy_set_header Connection ""; }} }}"""
+    return _conf(root, servers, processes=os.cpu_count() or 1)
+
+
+def _conf(root: Path, servers: str, *, processes: int) -> str:
+    paths = "".join(f" {kind}_temp_path {root}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    user = "user root;" if os.geteuid() == 0 else ""
+    return f"""{user} worker_processes {processes}; daemon off; pid {root}/pid; error_log {root}/errors crit;
 events {{ worker_connections 4096; }}
 http {{ access_log off; default_type application/json; keepalive_requests 1000000000; keepalive_timeout 3600;{paths}
 client_body_buffer_size 1m; client_max_body_size 64m;

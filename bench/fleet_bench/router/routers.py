@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from fleet_bench.peers.servers import MODEL, Kind, Server, ServerFailed
+from fleet_bench.router.mocks import proxy_conf
+from fleet_bench.router.tools import Tools
 
 START_S: Final = 60.0
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -35,6 +37,17 @@ def peer(name: str, python: Path, module: str, urls: Sequence[str]) -> Kind:
         return [*out, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(second), "--log-level", "warn"]
 
     return Kind(name, argv)
+
+
+def floor(name: str, tools: Tools, urls: Sequence[str], folder: Path) -> Kind:
+    """nginx as a proxy that routes nothing."""
+
+    def argv(port: int, second: int) -> list[str]:
+        conf = folder / f"{port}.conf"
+        conf.write_text(proxy_conf(folder, port, urls))
+        return [str(tools.nginx), "-p", str(folder), "-e", str(folder / "errors"), "-c", str(conf)]
+
+    return Kind(name, argv, environment=tools.environment)
 
 
 def cpu_s(server: Server) -> float:

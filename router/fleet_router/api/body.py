@@ -6,11 +6,11 @@ Top-level values are kept raw until somebody needs them. Wrong types that only t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import Struct
 
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import BLOCK_BYTES, bytes_chain, bytes_namespace_hash, extend_chain, namespace_hash
@@ -49,8 +49,7 @@ RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-@dataclass(slots=True)
-class Parsed:
+class Parsed(Struct):
     """A request as routing sees it."""
 
     route: Path
@@ -72,8 +71,7 @@ class Parsed:
         return dialect_of(self.route.path)
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(Struct):
     """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself: then `tokens` is an estimate."""
 
     tokens: int

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import xxhash
+from msgspec import Struct
 
 _MESSAGE: Final = b"\xff"  # begins a message: its role follows
 _VALUE: Final = b"\xfe"  # begins what has just been named
@@ -38,8 +39,7 @@ class Layout:
     is_chat: bool = True  # else the field is the text itself, without a template
 
 
-@dataclass(frozen=True, slots=True)
-class Canonical:
+class Canonical(Struct, frozen=True):
     """The bytes of a prompt."""
 
     data: bytes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
 
 from fleet_router.decide import fleet
 from fleet_router.decide.rule import tie_limit
@@ -35,8 +37,7 @@ def reason(decision: fleet.Decision) -> tuple[str, int]:
     return (NEAR_TIE if equals else CHEAPEST), equals
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """One decision with all its terms, for /debug/route."""
 
     service: str
@@ -44,7 +45,7 @@ class Choice:
     request_id: str
     keys: str  # what the prompt's keys are made of
     decision: fleet.Decision
-    at: float = field(default_factory=time.time)  # Unix time
+    at: float = msgspec.field(default_factory=time.time)  # Unix time
 
     def as_json(self) -> dict[str, Any]:
         """What /debug/route shows."""

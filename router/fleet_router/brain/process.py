@@ -5,7 +5,6 @@ Its death costs no stream: edges hold on by themselves (`remote_desk`) until the
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -21,7 +20,7 @@ from fleet_router.brain.host import BrainHost
 from fleet_router.http.client import Pool
 from fleet_router.link import LinkServer
 from fleet_router.metrics import Counters
-from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
+from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover, settle
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,7 @@ async def serve(handover: Handover) -> int:
     host.start(handover.peer_socket())
     await link.start(socket.socket(fileno=handover.link_fd))
     server.start()
-    gc.collect()
-    gc.freeze()
+    settle()
     log.info("brain decides", extra={"router_id": settings.router_id})
     await stop.wait()
     server.close()

@@ -7,8 +7,10 @@ once or waits; after anything that frees work the caller calls `pump`, which giv
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec import Struct
 
 from fleet_router.decide import rule
 from fleet_router.decide.index import PrefixIndex
@@ -22,8 +24,7 @@ from fleet_router.decide.told import Prefix, some
 SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decision:
+class Decision(Struct, frozen=True, eq=False):
     """A choice with what it was made of."""
 
     pool: Pool
@@ -39,14 +40,13 @@ class Decision:
         return (self.parts.as_terms(),) if isinstance(self.parts, FewTerms) else self.parts
 
 
-@dataclass(slots=True, eq=False)
-class Taken:
+class Taken(Struct, eq=False):
     """A counted choice: one pick per worker. `fleet.release` gives it back."""
 
     decision: Decision
     keys: Sequence[int]
     picks: list[tuple[SlotLoad, Pick]]  # prefill first
-    expectations: list[Expectation] = field(default_factory=list)
+    expectations: list[Expectation] = []
 
     @property
     def predicted_tokens(self) -> int:
@@ -251,7 +251,7 @@ class Fleet:
         decision = self.decide(pool, request.ask, request.keys, now, open_slots)
         assert decision is not None, "the queue gave a request that nobody can take"
         self.rivals.took(decision.chosen.first)
-        return request, replace(decision, waited_s=now - request.arrived)
+        return request, msgspec.structs.replace(decision, waited_s=now - request.arrived)
 
     def too_late(self, now: float) -> list[tuple[Waiting, float]]:
         """Takes out all requests whose deadline is over, each with the seconds after which trying again makes sense."""

@@ -13,14 +13,16 @@ TOLD: Final = 3  # a table beside those of the tiers: some keys of prompts that 
 TABLES: Final = (*TIERS, TOLD)
 
 
-@dataclass(slots=True, eq=False)
 class Expectation:
     """Blocks that a pick will make its worker hold. Dropped by `settle` or `cancel`."""
 
-    life: Life
-    keys: Sequence[int]
-    table: int = GPU
-    open: bool = True
+    __slots__ = ("keys", "life", "open", "table")
+
+    def __init__(self, life: Life, keys: Sequence[int], table: int = GPU) -> None:
+        self.life = life
+        self.keys = keys
+        self.table = table
+        self.open = True
 
 
 @dataclass(slots=True, eq=False)

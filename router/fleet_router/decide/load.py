@@ -69,19 +69,23 @@ class Speed:
         )
 
 
-@dataclass(slots=True, eq=False)
 class Pick:
     """One request of ours on one worker, from the choice to its end."""
 
-    number: int  # below 0: adopted
-    pend_tokens: int  # uncached prompt tokens
-    prompt_tokens: int  # of context, once it runs; 0 on a worker that only computes the prompt
-    room_tokens: int  # prompt and expected answer
-    at: float = 0.0
-    started: bool = False  # its first token came: the prompt is no work any more
-    ours: bool = True  # counted by us, not by a report
-    prefix: Prefix = ()  # of its prompt, for other routers
-    key_tokens: float = 0.0  # of these keys, see `rule.Ask`
+    __slots__ = ("at", "key_tokens", "number", "ours", "pend_tokens", "prefix", "prompt_tokens", "room_tokens", "started")
+
+    def __init__(
+        self, number: int, pend_tokens: int, prompt_tokens: int, room_tokens: int, at: float = 0.0, started: bool = False, ours: bool = True
+    ) -> None:
+        self.number = number  # below 0: adopted
+        self.pend_tokens = pend_tokens  # uncached prompt tokens
+        self.prompt_tokens = prompt_tokens  # of context, once it runs; 0 on a worker that only computes the prompt
+        self.room_tokens = room_tokens  # prompt and expected answer
+        self.at = at
+        self.started = started  # its first token came: the prompt is no work any more
+        self.ours = ours  # counted by us, not by a report
+        self.prefix: Prefix = ()  # of its prompt, for other routers
+        self.key_tokens = 0.0  # of these keys, see `rule.Ask`
 
 
 class Load(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from fleet_router.decide.load import CAPACITY, COMMITTED, DISK_SPEEDUP, HOST_SPEEDUP, PENALTY, RATE, STEP, STEP_CTX, UNIT, WAIT, LoadTable
 
@@ -109,8 +110,7 @@ def _share_backend(p: Member, d: Member) -> bool:
     return not p.transfer_backends or not d.transfer_backends or not set(p.transfer_backends).isdisjoint(d.transfer_backends)
 
 
-@dataclass(slots=True, eq=False)
-class Hits:
+class Hits(Struct, eq=False):
     """Tokens of one prompt that each slot holds; index is the slot."""
 
     gpu: Floats

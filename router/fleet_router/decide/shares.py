@@ -51,7 +51,7 @@ def split(demands: Mapping[str, float], total: float = 1.0) -> dict[str, float]:
     n, whole = len(demands), sum(demands.values())
     if whole <= 0:
         return dict.fromkeys(demands, total / n)
-    return {who: total * (FLOOR / n + (1 - FLOOR) * d / whole) for who, d in demands.items()}
+    return {who: total * (FLOOR / n + (1 - FLOOR) * (d / whole)) for who, d in demands.items()}
 
 
 @dataclass(slots=True)

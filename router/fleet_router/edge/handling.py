@@ -29,7 +29,7 @@ from fleet_router.edge.running import Running
 from fleet_router.edge.token_rates import TokenRates
 from fleet_router.edge.traces import Span
 from fleet_router.http.client import Pool
-from fleet_router.http.server import Exchange
+from fleet_router.http.exchange import Exchange
 from fleet_router.settings import Settings
 from fleet_router.table import Service, WorkerView
 from fleet_text.ollama_chat import LATEST

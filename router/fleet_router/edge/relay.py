@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
@@ -24,7 +25,7 @@ from fleet_router.desk import Lease, Leg
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
 from fleet_router.http.client import Handle, Pool, collect, fetch
-from fleet_router.http.server import Exchange
+from fleet_router.http.exchange import Exchange
 from fleet_router.identifiers import random_hex
 from fleet_router.metrics import Counters
 from fleet_router.table import WorkerView
@@ -47,8 +48,7 @@ CODE_TRANSFER_FAILED: Final = "transfer_failed"
 NOT_TAKEN: Final = ("worker_unreachable", CODE_STALE_WORKER, "worker_restarting", "loading", "draining")  # the worker never had the request
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Limits of one attempt."""
 
     first_token_s: float
@@ -56,18 +56,7 @@ class Timing:
     answer_s: float  # of an answer in one piece: nobody sees its first token
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended. `streamed`: the client has bytes of it. Else exactly one of `answer` and `failure` is set, or the client is gone."""
-
-    streamed: bool = False
-    gone: bool = False
-    answer: Answer | None = None
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """A whole answer of a worker, passed on as it is."""
 
     status: int
@@ -76,8 +65,7 @@ class Answer:
     retry_after: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any.
 
     `is_echo`: it may only repeat what became of the other leg, as an engine that has no code for that says it.
@@ -108,6 +96,15 @@ class Failure:
         if self.is_echo:
             return False
         return self.error.code in ("worker_unreachable", "worker_lost", "worker_timeout", "bad_worker_answer") or self.error.status == 500
+
+
+class Outcome(Struct, frozen=True):
+    """How an attempt ended. `streamed`: the client has bytes of it. Else exactly one of `answer` and `failure` is set, or the client is gone."""
+
+    streamed: bool = False
+    gone: bool = False
+    answer: Answer | None = None
+    failure: Failure | None = None
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:

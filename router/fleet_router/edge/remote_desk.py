@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 
 from fleet_contract import names
 from fleet_contract.errors import ApiError
@@ -65,8 +66,7 @@ CLOSE_S: Final = 1.0
 AWAY: Final = "the deciding process is away: workers are chosen by a simple rule until it is back"
 
 
-@dataclass(slots=True, eq=False)
-class _Holding:
+class _Holding(Struct, eq=False):
     """A lease that is not over, and what was learned by it: the brain hears that at its end."""
 
     lease: Lease

@@ -27,9 +27,9 @@ from fleet_router.edge.handling import Dispatcher, Handling, unfit_workers
 from fleet_router.edge.trace_context import passed_on
 from fleet_router.edge.traces import Traces
 from fleet_router.http.client import Pool
+from fleet_router.http.exchange import Exchange, HeaderLines
 from fleet_router.http.head import Head
 from fleet_router.http.request import Request
-from fleet_router.http.server import Exchange, HeaderLines
 from fleet_router.settings import Settings
 
 log = logging.getLogger(__name__)

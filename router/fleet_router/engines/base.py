@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
@@ -33,8 +34,7 @@ class Fetch(Protocol):
     async def __call__(self, path: str, *, port: int = 0) -> tuple[int, bytes]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sending:
+class Sending(Struct, frozen=True):
     """What an attempt knows when it writes to its workers."""
 
     lease: Lease

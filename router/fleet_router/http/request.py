@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from fleet_contract.errors import ApiError
 from fleet_router.http.head import Head
 
@@ -22,8 +24,7 @@ class Limits:
     max_held_bytes: int  # of bodies, all connections together
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(Struct, eq=False):
     """One whole request."""
 
     head: Head

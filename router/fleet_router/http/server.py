@@ -19,6 +19,7 @@ import httptools
 
 from fleet_contract import errors as contract_errors
 from fleet_contract.errors import ApiError
+from fleet_router.http.exchange import Exchange, HeaderLines
 from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, error_lines, know_head, path_of, too_many_connections, without_upgrade
 from fleet_router.http.held import HeldBodies
 from fleet_router.http.request import Limits, Request
@@ -37,7 +38,6 @@ CHUNK_FRAMING: Final = 16  # bytes that a chunk's size and line ends may take
 LINGER_S: Final = 2.0  # how long we read what a refused client still sends, so that it can read our answer
 
 
-HeaderLines = tuple[tuple[bytes, bytes], ...]
 Handler = Callable[[Request, "Exchange"], None]  # answers now or later, raises nothing
 
 
@@ -59,54 +59,6 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.bodies = HeldBodies(self.limits.max_held_bytes, self.on_limit)
-
-
-class Exchange:
-    """Where the answer to one request goes. All writes are dropped once the client is gone; `on_gone` tells it at once."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.started = False
-        self.ended = False
-        self.status = 0
-        self.head_lines = b""  # of this answer, beside those that all have
-        self.on_gone: Callable[[], None] | None = None
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
-
-    @property
-    def gone(self) -> bool:
-        """Nobody reads what is written."""
-        return False
-
-    @property
-    def paused(self) -> bool:
-        """The client does not read as fast as is written."""
-        return False
-
-    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: HeaderLines = ()) -> None:
-        """A whole answer."""
-        raise NotImplementedError
-
-    def fail(self, error: ApiError) -> None:
-        """An answer that is an error."""
-        raise NotImplementedError
-
-    def start_stream(self, content_type: bytes) -> None:
-        """Head of a stream."""
-        raise NotImplementedError
-
-    def write(self, data: bytes) -> None:
-        """Bytes of a stream, unchanged."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """The stream is complete."""
-        raise NotImplementedError
-
-    def cut(self) -> None:
-        """The stream is not complete."""
-        raise NotImplementedError
 
 
 class HttpExchange(Exchange):
