@@ -127,7 +127,7 @@ def _container(
         "ports": _ports(role),
         "startupProbe": _probe("/readyz", period_s=2, timeout_s=2, failures=900),
         "readinessProbe": _probe("/readyz", period_s=2, timeout_s=5, failures=2),
-        "livenessProbe": _probe("/livez", period_s=5, timeout_s=15, failures=3),  # silence may be that of a busy node; what answers is judged sooner
+        "livenessProbe": _probe("/livez", period_s=5, timeout_s=5, failures=3),
         "terminationMessagePath": names.TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
