@@ -18,6 +18,10 @@ CGROUP_MOUNT: Final = "/sys/fs/cgroup"
 # What kubelet insists on (pkg/kubelet/cm of Kubernetes 1.36), and what pods' limits need.
 NEEDED_V1: Final = ("cpu", "cpuacct", "cpuset", "memory", "pids")
 NEEDED_V2: Final = ("cpu", "cpuset", "memory", "pids")
+# What kubelet gives all pods of a node for each CPU, right below the root: cpu.shares of v1, and cpu.weight of v2 by its formula.
+SHARES_PER_CPU: Final = 1024
+WEIGHT_PER_CPU: Final = 39
+LEAST_WEIGHT: Final = 100  # the kernel's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,12 @@ class CgroupMount:
 
 @dataclass(frozen=True, slots=True)
 class CgroupFacts:
-    """What the host offers. The last two are of the v2 root: controllers there are, and those its children already get."""
+    """What the host offers. `v2_…` are of the v2 root: controllers there are, and those its children already get."""
 
     mounts: tuple[CgroupMount, ...]
     v2_controllers: tuple[str, ...] = ()
     v2_enabled: tuple[str, ...] = ()
+    cpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class CgroupPlan:
 
     `folders`: one per hierarchy. `tracking`: the one that holds the component processes. `enable`: controllers to switch on in the v2 root.
     `copy_cpuset`: v1 folders whose cpuset must be filled before a process may enter. `root`: what kubelet calls cgroupRoot.
+    `cpu`: a file and the share of the CPUs to write there. A folder counts no more than one process outside of it by default: beside a
+    compiler all pods together would get less than a process of it, and their probes would fail.
     """
 
     version: int
@@ -53,6 +60,7 @@ class CgroupPlan:
     tracking: Path
     enable: tuple[str, ...] = ()
     copy_cpuset: tuple[Path, ...] = ()
+    cpu: tuple[Path, int] | None = None
 
 
 def choose_cgroups(facts: CgroupFacts, name: str) -> CgroupPlan | str:
@@ -67,7 +75,9 @@ def choose_cgroups(facts: CgroupFacts, name: str) -> CgroupPlan | str:
         if missing := [c for c in NEEDED_V2 if c not in facts.v2_controllers]:
             return f"cgroup v2 has no controller {', '.join(missing)}; enable it on the kernel's command line (cgroup_enable=…) or for this container"
         folder = Path(CGROUP_MOUNT, name)
-        return CgroupPlan(2, f"/{name}", (folder,), folder, enable=tuple(c for c in NEEDED_V2 if c not in facts.v2_enabled))
+        enable = tuple(c for c in NEEDED_V2 if c not in facts.v2_enabled)
+        weight = max(LEAST_WEIGHT, WEIGHT_PER_CPU * facts.cpus)
+        return CgroupPlan(2, f"/{name}", (folder,), folder, enable=enable, cpu=(folder / "cpu.weight", weight))
     v1 = [m for m in facts.mounts if m.kind == "cgroup"]
     if not v1:
         return f"no cgroups are mounted at {CGROUP_MOUNT}; mount them (package cgroupfs-mount) or boot with systemd"
@@ -77,7 +87,8 @@ def choose_cgroups(facts: CgroupFacts, name: str) -> CgroupPlan | str:
     if locked := sorted(m.path for m in v1 if not m.writable):
         return f"{locked[0]} is read-only; in a container run it with --privileged"
     folders = tuple(Path(m.path, name) for m in sorted(v1, key=lambda m: m.path))
-    return CgroupPlan(1, f"/{name}", folders, Path(owner["pids"].path, name), copy_cpuset=(Path(owner["cpuset"].path, name),))
+    cpu = Path(owner["cpu"].path, name, "cpu.shares"), SHARES_PER_CPU * facts.cpus
+    return CgroupPlan(1, f"/{name}", folders, Path(owner["pids"].path, name), copy_cpuset=(Path(owner["cpuset"].path, name),), cpu=cpu)
 
 
 def parse_mounts(mountinfo: str) -> tuple[CgroupMount, ...]:
@@ -102,7 +113,8 @@ def gather_cgroups() -> CgroupFacts:
         except OSError:
             return ()
 
-    return CgroupFacts(parse_mounts(Path("/proc/self/mountinfo").read_text()), words("cgroup.controllers"), words("cgroup.subtree_control"))
+    mounts = parse_mounts(Path("/proc/self/mountinfo").read_text())
+    return CgroupFacts(mounts, words("cgroup.controllers"), words("cgroup.subtree_control"), len(os.sched_getaffinity(0)))
 
 
 def have_cgroups(plan: CgroupPlan, components: Sequence[str]) -> bool:
@@ -128,6 +140,9 @@ def make_cgroups(plan: CgroupPlan, components: Sequence[str]) -> None:
                     (folder / name).write_text((folder.parent / name).read_text())
         if plan.version == 2:
             (plan.tracking / "cgroup.subtree_control").write_text(" ".join(f"+{c}" for c in NEEDED_V2))
+        if plan.cpu is not None:
+            file, share = plan.cpu
+            file.write_text(str(share))
         for component in components:
             component_folder(plan, component).mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -1,13 +1,14 @@
 """The heartbeat board: one small file in shared memory that every process of a runtime writes its own row of.
 
 `/livez` and `/readyz` answer from it in microseconds, whatever the scheduler is doing. A row has one writer; readers may see a row
-between two writes of one update, which is harmless: each field stands alone.
+between two writes of one update, which is harmless: each field stands alone. Each number is written whole, by one store of 8 aligned bytes
+(`struct.pack_into` clears the bytes first and then fills in one after the other: a reader would take a process for dead that was only
+interrupted there).
 """
 
 from __future__ import annotations
 
 import mmap
-import struct
 import time
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ PHASE_DEAD: Final = 4  # written by the supervisor for a child that is gone
 
 _ROWS: Final = (SUPERVISOR, HTTP, DETOKENIZER, SCHEDULER)
 _ROW_BYTES: Final = 512
-_U64: Final = struct.Struct("<Q")
+_U64_BYTES: Final = 8
 _TEXT_AT: Final = 64
 BOARD_FILE: Final = "heartbeat"
 
@@ -57,29 +58,32 @@ COUNTERS: Final = {
     "transfer_late_messages_total": "Messages about hand-overs that are over; they are ignored.",
 }
 _COUNTERS_AT: Final = _ROW_BYTES * len(_ROWS)
-_BOARD_BYTES: Final = _COUNTERS_AT + 8 * len(COUNTERS)
+_BOARD_BYTES: Final = _COUNTERS_AT + _U64_BYTES * len(COUNTERS)
 
 
 class Row:
     """One process's row. Writers set fields; readers get them. `beat_ns` is CLOCK_MONOTONIC."""
 
-    _FIELDS: Final = {"phase": 0, "percent": 8, "beat_ns": 16, "steps": 24, "pending": 32, "inflight": 40}
+    _FIELDS: Final = {"phase": 0, "percent": 1, "beat_ns": 2, "steps": 3, "pending": 4, "inflight": 5}
 
-    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+    def __init__(self, memory: mmap.mmap, numbers: memoryview[int], offset: int) -> None:
+        """`numbers`: the whole board as u64. `offset`: of the row, in bytes."""
         self._memory = memory
+        self._numbers = numbers
         self._offset = offset
+        self._first = offset // _U64_BYTES
 
     def _get(self, name: str) -> int:
-        return int(_U64.unpack_from(self._memory, self._offset + self._FIELDS[name])[0])
+        return self._numbers[self._first + self._FIELDS[name]]
 
     def set(self, **fields: int) -> None:
         """Writes the named fields: phase, percent (of loading), steps, pending (work that waits or runs), inflight (open requests)."""
         for name, value in fields.items():
-            _U64.pack_into(self._memory, self._offset + self._FIELDS[name], value)
+            self._numbers[self._first + self._FIELDS[name]] = value
 
     def beat(self) -> None:
         """Called once per loop iteration: the loop goes round."""
-        _U64.pack_into(self._memory, self._offset + self._FIELDS["beat_ns"], time.monotonic_ns())
+        self._numbers[self._first + self._FIELDS["beat_ns"]] = time.monotonic_ns()
 
     def set_text(self, text: str) -> None:
         """A few words: the loading phase, or the cause of death."""
@@ -123,6 +127,7 @@ class Board:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as f:
             self._memory = mmap.mmap(f.fileno(), _BOARD_BYTES)
+        self._numbers = memoryview(self._memory).cast("Q")
 
     @classmethod
     def create(cls, run_dir: str | Path) -> Board:
@@ -135,14 +140,14 @@ class Board:
         return cls(Path(run_dir) / BOARD_FILE)
 
     def row(self, process: str) -> Row:
-        return Row(self._memory, _ROW_BYTES * _ROWS.index(process))
+        return Row(self._memory, self._numbers, _ROW_BYTES * _ROWS.index(process))
 
     def set_counters(self, values: dict[str, int]) -> None:
         """Written by the scheduler only: every name of COUNTERS that is in `values`."""
         for i, name in enumerate(COUNTERS):
             if name in values:
-                _U64.pack_into(self._memory, _COUNTERS_AT + 8 * i, values[name])
+                self._numbers[_COUNTERS_AT // _U64_BYTES + i] = values[name]
 
     def counters(self) -> dict[str, int]:
         """The scheduler's counters, by name."""
-        return {name: int(_U64.unpack_from(self._memory, _COUNTERS_AT + 8 * i)[0]) for i, name in enumerate(COUNTERS)}
+        return dict(zip(COUNTERS, self._numbers[_COUNTERS_AT // _U64_BYTES :], strict=True))

@@ -21,11 +21,11 @@ V2_LINE = "30 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:4 
 
 
 def v1_facts(text: str) -> CgroupFacts:
-    return CgroupFacts(parse_mounts(text))
+    return CgroupFacts(parse_mounts(text), cpus=4)
 
 
 def v2_facts(line: str = V2_LINE, controllers: str = "cpuset cpu io memory hugetlb pids", enabled: str = "cpu memory pids") -> CgroupFacts:
-    return CgroupFacts(parse_mounts(line), tuple(controllers.split()), tuple(enabled.split()))
+    return CgroupFacts(parse_mounts(line), tuple(controllers.split()), tuple(enabled.split()), cpus=4)
 
 
 @pytest.mark.parametrize("text", [V1_LINES, V1_LINES + HYBRID_LINE], ids=["v1", "hybrid"])
@@ -40,9 +40,16 @@ def test_v1_and_hybrid_hosts_get_a_folder_in_every_v1_hierarchy(text: str) -> No
     assert plan.root == "/radixfleet-1"
 
 
+def test_pods_count_as_much_beside_other_processes_as_on_a_node_of_kubelet() -> None:
+    plan = choose_cgroups(v1_facts(V1_LINES), "radixfleet-1")
+    assert isinstance(plan, CgroupPlan)
+    assert plan.cpu == (Path("/sys/fs/cgroup/cpu,cpuacct/radixfleet-1/cpu.shares"), 4096)
+
+
 def test_v2_hosts_get_one_folder_and_the_controllers_that_are_off_are_switched_on() -> None:
     plan = choose_cgroups(v2_facts(), "radixfleet-1")
-    assert plan == CgroupPlan(2, "/radixfleet-1", (Path("/sys/fs/cgroup/radixfleet-1"),), Path("/sys/fs/cgroup/radixfleet-1"), enable=("cpuset",))
+    folder = Path("/sys/fs/cgroup/radixfleet-1")
+    assert plan == CgroupPlan(2, "/radixfleet-1", (folder,), folder, enable=("cpuset",), cpu=(folder / "cpu.weight", 156))
 
 
 def test_on_v2_no_process_lives_in_a_folder_that_has_children() -> None:

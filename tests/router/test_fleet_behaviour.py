@@ -394,6 +394,27 @@ async def test_a_pod_whose_address_answers_as_another_pod_is_not_used(cluster: A
     assert [w.state for w in fleet.report("demo", "tiny").revisions["aaaaaaaa"].workers] == ["starting"]
 
 
+@pytest.mark.rule("R33")
+async def test_a_starting_router_waits_for_a_ready_worker_that_is_slow_to_answer(
+    cluster: Any, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ASK_TIMEOUT_S", 0.2)
+    workers = [await make_worker(), await make_worker(), await make_worker()]
+    workers[0].silent_polls = 2
+    workers[1].silent_polls = -1
+    fleet = await cluster(workers)
+    (slow, silent, starting) = pods_of(workers)
+    fleet.edge.take_observed(Observed([SERVICE], [slow]))
+    await until(lambda: fleet.brain.synced, "the router is ready")
+    assert fleet.ready() == 1, "and knows its worker"
+    other = await cluster(workers)
+    workers[2].silent_polls = -1
+    other.edge.take_observed(Observed([SERVICE], [slow, silent, msgspec.structs.replace(starting, ready=False)]))
+    await until(lambda: other.brain.synced, "a worker that does not answer at all is not waited for long")
+    assert other.ready() == 1
+    assert other.edge.registry.endpoints[silent.uid].missed == registry.MISSES_AT_START
+
+
 async def test_the_router_stays_synced_when_a_new_pod_does_not_answer_yet(cluster: Any, make_worker: MakeWorker) -> None:
     worker = await make_worker()
     fleet = await cluster([worker])

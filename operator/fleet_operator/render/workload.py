@@ -127,8 +127,7 @@ def _container(
         "ports": _ports(role),
         "startupProbe": _probe("/readyz", period_s=2, timeout_s=2, failures=900),
         "readinessProbe": _probe("/readyz", period_s=2, timeout_s=5, failures=2),
-        # Silence may be that of a busy node, and what is killed for it only adds to the work: a minute of it. Routers look for themselves.
-        "livenessProbe": _probe("/livez", period_s=5, timeout_s=10, failures=6),
+        "livenessProbe": _probe("/livez", period_s=5, timeout_s=5, failures=3),
         "terminationMessagePath": names.TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {

@@ -30,7 +30,7 @@ class BrainHost:
         self.kv_reader = KvReader(self.brain)
         self._peers: PeerExchange | None = None
         self.brain.poke = self.registry.poke
-        self.brain.all_asked = lambda: all(e.asked for e in self.registry.endpoints.values())
+        self.brain.all_asked = lambda: all(e.has_told for e in self.registry.endpoints.values())
         self.brain.on_suspect = self._suspect
 
     def start(self, peers: socket.socket | None = None) -> None:

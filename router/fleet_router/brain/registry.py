@@ -40,6 +40,7 @@ NOT_REACHED: Final = (CODE_UNREACHABLE, CODE_WORKER_TIMEOUT, "worker_lost")
 FULL_READ_EVERY: Final = 10  # polls between two reads of the whole record
 MISSES: Final = 2  # polls in a row without an answer after which a ready worker counts as stalled: one may be a busy machine
 MISSES_OF_REPORTING: Final = 5  # the same, while its load reports still come: its scheduler works, only its http process is slow
+MISSES_AT_START: Final = 5  # the same for one that Kubernetes calls ready and that never answered us: a new router is not ready without it
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +55,7 @@ class Endpoint:
     healthy: bool = False
     ever_healthy: bool = False
     asked: bool = False
+    answered: bool = False  # once at least, if only by refusing the connection
     removed: bool = False
     answers: bool = False  # whatever it says: it was reached by the last poll that counts
     missed: int = 0  # polls in a row without an answer
@@ -70,6 +72,11 @@ class Endpoint:
     @property
     def target(self) -> Target:
         return self.named or Target(self.host, self.port)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether it is known how this endpoint is: it was asked, and answered, refused, or is not worth waiting for."""
+        return self.asked and (self.answered or self.pod is None or not self.pod.ready or self.missed >= MISSES_AT_START)
 
     @property
     def drain_deadline(self) -> str | None:
@@ -224,7 +231,7 @@ class Registry:
             healthy = not reason
             if (full or record is None) and (healthy or engine.kind == names.ENGINE_OURS):
                 record = await engine.record(ask, endpoint.target, record, str(endpoint.life))
-            endpoint.missed, answers = 0, True
+            endpoint.missed, endpoint.answered, answers = 0, True, True
         except (ApiError, msgspec.DecodeError) as e:
             if isinstance(e, ApiError) and e.code == OUT_OF_FILES:
                 return  # it was not even asked: what we knew stands
@@ -252,7 +259,7 @@ class Registry:
         """Whether a ready worker stays ready after a poll that failed. Silence may be that of a busy machine, ours or its own: it takes
         several polls to count, more while load reports speak for the worker. A refusal or a broken answer counts at once."""
         if not (isinstance(error, ApiError) and error.code == CODE_WORKER_TIMEOUT):
-            endpoint.missed = 0
+            endpoint.missed, endpoint.answered = 0, True
             return False
         endpoint.missed += 1
         reports = asyncio.get_running_loop().time() - endpoint.reported_at <= REPORT_LIFE_S

@@ -165,9 +165,9 @@ class SchedulerProcess:
 
     def run(self) -> None:
         """Says `Ready`, then works until a signal."""
+        self._row.beat()  # first: ready with the last beat of the loading would be a stall
         self._row.set(phase=PHASE_READY, percent=100)
         self._row.set_text("ready")
-        self._row.beat()
         self._mail.ready(os.getpid(), self._info)
         wait_s = 0.0
         while True:

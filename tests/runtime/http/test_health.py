@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from fleet_runtime import heartbeat as hb
@@ -49,3 +54,37 @@ def test_probes(name: str, rows: dict[str, Process], live: str | None, ready: st
         assert (error is None) == (words is None)
         if error is not None and words is not None:
             assert words in error.message and error.status == 503
+
+
+WRITER = """
+import sys
+from fleet_runtime.heartbeat import Board
+board = Board.open(sys.argv[1])
+row = board.row("detokenizer")
+print("begins", flush=True)
+while True:
+    row.beat()
+    row.set(phase=2, steps=0x0123456789ABCDEF)
+    board.set_counters({"steps_total": 0x0123456789ABCDEF})
+"""
+READS = 100_000
+
+
+def test_no_reader_sees_a_number_that_is_half_written(tmp_path: Path) -> None:
+    board = hb.Board.create(tmp_path)
+    row = board.row(m.DETOKENIZER)
+    row.beat()
+    row.set(phase=hb.PHASE_READY, steps=0x0123456789ABCDEF)
+    board.set_counters({"steps_total": 0x0123456789ABCDEF})
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None and writer.stdout.readline() == b"begins\n"
+            seen = {(row.phase, row.steps) for _ in range(READS)}
+            counted = {board.counters()["steps_total"] for _ in range(READS // 20)}
+            silent = [row.silent_s() for _ in range(READS)]
+        finally:
+            writer.kill()
+    assert seen == {(hb.PHASE_READY, 0x0123456789ABCDEF)}
+    assert counted == {0x0123456789ABCDEF}
+    assert min(silent) >= 0 and max(silent) <= time.monotonic() - began

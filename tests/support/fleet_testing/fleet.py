@@ -16,6 +16,7 @@ from fleet_contract import names
 
 T = TypeVar("T")
 METRIC_PREFIX = "radixfleet_runtime_"
+POLL_S = 0.5  # a kubectl takes a tenth of a second of a core, which what is waited for would need too
 
 
 class Kubectl(Protocol):
@@ -116,7 +117,7 @@ class Fleet:
             return None
 
         try:
-            return wait_for(probe, within_s=within_s, what=f"{namespace}/{name} {kind}={status}")
+            return wait_for(probe, within_s=within_s, every_s=POLL_S, what=f"{namespace}/{name} {kind}={status}")
         except AssertionError as e:
             raise AssertionError(f"{e}\n{self.explain(name, namespace)}") from None
 
