@@ -28,6 +28,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.hang import LOOK_S, Watch, see, take_beats
+from fleet_router.http.listening import BACKLOG
 from fleet_router.link import listen
 from fleet_router.process import SHOW_STACKS, Handover
 from fleet_router.settings import Settings
@@ -214,7 +215,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening TCP socket that children inherit. Raises CannotStart."""
     try:
         s = _bound(*_address(host, port))
-        s.listen(1024)
+        s.listen(BACKLOG)
     except OSError as e:
         raise _cannot_bind(host, port, flag, e) from e
     s.setblocking(False)

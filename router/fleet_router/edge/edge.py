@@ -7,6 +7,7 @@ With several edges the desk is a `RemoteDesk`, and the process loads neither the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -28,6 +29,7 @@ from fleet_router.edge.remote_desk import RemoteDesk
 from fleet_router.edge.service import DataService
 from fleet_router.edge.traces import Traces
 from fleet_router.http.client import Pool
+from fleet_router.http.listening import listen_on
 from fleet_router.http.request import Limits
 from fleet_router.http.server import DataProtocol, ServerState
 from fleet_router.identifiers import random_hex
@@ -83,7 +85,7 @@ class Edge:
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
             lambda path, error, request_id: dialect_of(path).error_body(error, request_id), self.access.cors_lines,
         )  # fmt: skip
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._listener: socket.socket | None = None
 
     def connections(self) -> int:
@@ -96,9 +98,17 @@ class Edge:
         self.access.start()
         tls = self.access.tls
         limit = HANDSHAKE_TIMEOUT_S if tls is not None else None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: DataProtocol(self.server_state), sock=data, backlog=1024, ssl=tls, ssl_handshake_timeout=limit
-        )
+        self._servers = await listen_on(data, lambda: DataProtocol(self.server_state), tls=tls, handshake_s=limit)
+
+    def stop_accepting(self) -> None:
+        """New clients are refused. The supervisor may hold the socket too: this ends listening for both."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        for server in self._servers:
+            server.close()
 
     async def drain(self) -> None:
         """Not ready; when no request has come for the delay, no new connections; then what runs and what idle clients still send, at most
@@ -110,9 +120,7 @@ class Edge:
         await self._until_quiet(min(deadline, loop.time() + DELAYS_UNTIL_QUIET * self.settings.drain_delay))
         self.server_state.last_request_s = DELAYS_IDLE * self.settings.drain_delay
         self.server_state.draining = True
-        if self._server is not None and self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)  # the supervisor may hold the socket too: this ends listening for both
-            self._server.close()
+        self.stop_accepting()
         for connection in list(self.server_state.connections):
             connection.begin_drain()
         while self.server_state.connections and loop.time() < deadline:

@@ -41,7 +41,7 @@ MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that is no stream
 ABORT_TIMEOUT_S: Final = 2.0
 PATIENCE_S: Final = 30.0  # the longest that KV may stay promised to a request whose client has gone
 SETTLE_S: Final = 2.0
-TAIL_BYTES: Final = 4096  # of the last two pieces: the usage is in there
+TAIL_BYTES: Final = 4096  # of the last piece, or of the last two when it is shorter: the usage is in there
 TRANSFER_S: Final = 10.0  # of a hand-over, from the prefill's answer to the first token; longer for a long prompt:
 TRANSFER_FACTOR: Final = 3.0
 CODE_TRANSFER_FAILED: Final = "transfer_failed"
@@ -492,7 +492,8 @@ class Attempt:
             self._exchange.start_stream(self._serving.content_type)
             self._set_timer(self._timing.silence_s, self._check_silence)
         self._mid_event = mid_event
-        self._tail = (self._tail[1], data[-TAIL_BYTES:])  # not the pieces themselves: a slow reader's are large
+        before = self._tail[1] if len(data) < TAIL_BYTES else b""
+        self._tail = (before, data[-TAIL_BYTES:])  # not the pieces themselves: a slow reader's are large
         self.events += self.dialect.events(data)
         self._exchange.write(data)
 

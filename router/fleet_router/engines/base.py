@@ -61,7 +61,7 @@ class HandOver(Protocol):
     watches_transfer: bool  # the engines have no limit of their own for the transfer: the router has
 
     def first(self) -> list[tuple[Leg, Parts]]:
-        """The legs that are sent at once."""
+        """The legs that are sent at once. Called once, and kept by nobody."""
 
     def after_prefill(self, body: bytes, *, left: bool) -> Parts | None:
         """The serving leg, when it waits for the prefill's answer. `left`: the client is gone, only KV has to be freed."""
@@ -111,10 +111,11 @@ class Alone:
     watches_transfer = False
 
     def __init__(self, leg: Leg, parts: Parts) -> None:
-        self._sent = [(leg, parts)]
+        self._unsent = [(leg, parts)]
 
     def first(self) -> list[tuple[Leg, Parts]]:
-        return self._sent
+        unsent, self._unsent = self._unsent, []  # a stream that runs for minutes keeps no prompt
+        return unsent
 
     def after_prefill(self, body: bytes, *, left: bool) -> Parts | None:
         raise AssertionError("there is no prefill leg")

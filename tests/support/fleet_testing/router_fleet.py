@@ -97,8 +97,7 @@ class Fleet:
         for connection in list(self.edge.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        assert self.edge._server is not None
-        self.edge._server.close()
+        self.edge.stop_accepting()
         await self.edge.close()
         await until(lambda: not self.edge.server_state.connections, "all connections are gone")
         self.edge.server_state.bodies.check_integrity()
