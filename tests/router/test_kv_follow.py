@@ -295,7 +295,7 @@ class StreamMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.answers("whole")
         world = self.world
-        for _ in range(8):
+        for _ in range(int(3 * follow.MAX_GIVEN_UP_S // 50)):  # some rounds may be in vain
             if world.follower.trust == follow.LIVE:
                 break
             world.pass_time(50.0)
@@ -320,7 +320,7 @@ class ForeignMachine(StreamMachine):
         self.world.send(self.world.engine.clear())
         for prompt in PROMPTS:
             self.world.send(self.world.engine.store(prompt))
-        for _ in range(8):
+        for _ in range(int(3 * follow.MAX_GIVEN_UP_S // 50)):  # some rounds may be in vain
             self.world.pass_time(50.0)
             if self.world.follower.trust == follow.LIVE:
                 break

@@ -471,8 +471,8 @@ async def test_r32_two_routers_explain_the_same_within_a_second_of_quiet(
     publishers = [await FakePublisher(w).start() for w in workers]
     fleets = await make_routers(2, *workers)
     go = asyncio.Event()
-    prompt = list(range(256))
-    await publishers[1].store(prompt)
+    prompt = list(range(260))  # of a prompt that is cached to its end the last page is computed all the same
+    await publishers[1].store(prompt[:256])
     workers[0].default = workers[1].default = Script(wait=go)
     chat = asyncio.create_task(fleets[0].chat("x" * 300))
     await until(lambda: sum(len(w.legs) for w in workers) == 1, "one is in flight")
