@@ -127,7 +127,8 @@ def _container(
         "ports": _ports(role),
         "startupProbe": _probe("/readyz", period_s=2, timeout_s=2, failures=900),
         "readinessProbe": _probe("/readyz", period_s=2, timeout_s=5, failures=2),
-        "livenessProbe": _probe("/livez", period_s=5, timeout_s=5, failures=3),
+        # Silence of 45 s: at 5 s a node with ten programs for each CPU killed workers that only waited for it. What answers is judged in 15 s.
+        "livenessProbe": _probe("/livez", period_s=5, timeout_s=15, failures=3),
         "terminationMessagePath": names.TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
