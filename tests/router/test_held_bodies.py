@@ -18,6 +18,7 @@ from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until
 
 MIB = 1 << 20
+ANSWER_S = 90.0  # ends a test that hangs; no promise
 
 
 def body_of(size: int) -> bytes:
@@ -32,7 +33,7 @@ def head_of(body: bytes) -> bytes:
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any]:
     """Status, header lines, JSON."""
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).decode()
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ANSWER_S)).decode()
     fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
     return int(head.split()[1]), fields, json.loads(await reader.readexactly(int(fields["Content-Length"])))
 

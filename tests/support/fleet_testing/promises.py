@@ -253,7 +253,7 @@ async def slow_readers(folder: Path, streams: int) -> list[Number]:
     worker = CheapWorker(folder, tokenizer_file(folder, tiny_tokenizer_zip()), long=200_000).start()
     await asyncio.to_thread(worker.wait)
     router = await RouterProcess.start(folder, "--static", worker.url, "--write-timeout", "600")
-    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello " * 2_000}], "stream": True}).encode()
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello " * 1_000}], "stream": True}).encode()
     request = REQUEST % (b"/v1/chat/completions", len(body), body)
     clients: list[socket.socket] = []
 
