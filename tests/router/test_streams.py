@@ -81,5 +81,5 @@ def test_a_request_that_was_sent_is_not_kept_with_its_stream() -> None:
     parts = (b"head", b"x" * 1000)
     count = sys.getrefcount(parts)
     alone = Alone(cast(Any, None), parts)
-    assert alone.first() == [(None, parts)]
+    assert [sent for _, sent in alone.first()] == [parts]
     assert sys.getrefcount(parts) == count
