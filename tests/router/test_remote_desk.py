@@ -171,7 +171,10 @@ def apply(world: World, op: tuple[Any, ...]) -> None:
     elif kind == "blame" and views and op[2]:
         world.desk.blame(views[op[1] % len(views)][1])
     elif kind == "blame" and (leases := world.leases()):
-        leases[op[1] % len(leases)].praise()
+        lease = leases[op[1] % len(leases)]
+        if not lease.over:
+            lease.praise()
+            lease.release()
     elif kind == "health" and world.endpoints:
         changed = world.endpoints[op[1] % len(world.endpoints)]
         changed.healthy = not changed.healthy
@@ -196,11 +199,11 @@ def apply(world: World, op: tuple[Any, ...]) -> None:
             lease.first_token()
         elif kind == "leg":
             lease.release_leg(lease.legs()[op[2] % len(lease.legs())])
-        elif kind == "cached":
-            lease.cached(op[2])
-        elif kind == "step":
-            lease.answered(10, op[2] / 100)
-        else:
+        else:  # what is learned reaches the brain with the end
+            if kind == "cached":
+                lease.cached(op[2])
+            elif kind == "step":
+                lease.answered(10, op[2] / 100)
             lease.release()
 
 
