@@ -107,13 +107,21 @@ def _answers(port: int) -> bool:
         connection.close()
 
 
+def _free_ports(count: int) -> list[int]:
+    """Different ones: the system may name a port that is free twice."""
+    ports: dict[int, None] = {}
+    while len(ports) < count:
+        ports[free_port()] = None
+    return list(ports)
+
+
 def nginx_workers(tools: Tools, count: int, *, tokenizer: bytes | None) -> Workers:
     """Whole answers of one process of nginx. Without `tokenizer` ours has to route by the bytes of a request."""
     folder = tempfile.TemporaryDirectory(prefix="radixfleet-bench-nginx-")
     root = Path(folder.name)
     if tokenizer is not None:
         (root / "tokenizer").write_bytes(tokenizer)
-    ports = [free_port() for _ in range(count)]
+    ports = _free_ports(count)
     (root / "nginx.conf").write_text(nginx_conf(root, ports))
     argv = [str(tools.nginx), "-p", folder.name, "-e", str(root / "errors"), "-c", str(root / "nginx.conf")]
     return Workers(ports, argv, tools.environment, folder)
@@ -157,6 +165,6 @@ client_body_buffer_size 1m; client_max_body_size 64m;
 def stream_workers(count: int, *, chunks: int, pause_s: float) -> Workers:
     """Streams of `chunks` events, one each `pause_s`. No chunks: the first event, then silence until the client goes."""
     folder = tempfile.TemporaryDirectory(prefix="radixfleet-bench-streams-")
-    ports = [free_port() for _ in range(count)]
+    ports = _free_ports(count)
     argv = [sys.executable, "-m", "fleet_bench.router.stream_mock", ",".join(map(str, ports)), str(chunks), str(pause_s)]
     return Workers(ports, argv, dict(os.environ), folder)
