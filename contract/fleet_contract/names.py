@@ -72,12 +72,12 @@ ENV_NAMESPACE: Final = "RADIXFLEET_NAMESPACE"
 ENV_POD_IP: Final = "RADIXFLEET_POD_IP"
 ENV_WORKER_KEY: Final = "RADIXFLEET_WORKER_KEY"  # variables of the router that begin so may hold API keys of other engines' workers
 ENV_MODELS: Final = "RADIXFLEET_MODELS"  # folder of bundled models, when it is not BUNDLED_MODELS_DIR
+ENV_COMPILED: Final = "RADIXFLEET_COMPILED"  # 0: the router runs interpreted
 
-# Paths in a worker pod.
+# Paths in a pod.
 BUNDLED_MODELS_DIR: Final = "/opt/radixfleet/models"
 NATIVE_LIBRARY_DIR: Final = "/opt/radixfleet/native"  # compiled libraries of the native executor
 COMPILED_DIR: Final = "/opt/radixfleet/compiled"  # builds of the router's compiled modules
-ENV_COMPILED: Final = "RADIXFLEET_COMPILED"  # 0: the router runs interpreted
 PODINFO_DIR: Final = "/etc/podinfo"
 PODINFO_ANNOTATIONS: Final = "/etc/podinfo/annotations"  # downward-API file, one key="value" a line
 SCRATCH_DIR: Final = "/run/radixfleet"  # the one writable folder, HOME and TMPDIR; not /tmp, which may hold what is mounted from the node

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fleet_contract.cache_folder import cache_folder
+from fleet_contract.cache_folder import cache_folder, make_dir
 from fleet_contract.names import BUNDLED_MODELS_DIR, COMPILED_DIR, NATIVE_LIBRARY_DIR
 
 IMAGE: Final = "localhost/radixfleet/local:dev"
@@ -73,7 +73,7 @@ def this_host() -> list[Bind]:
         COMPILED_DIR: cache_folder() / "compiled",
     }
     for folder in own.values():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_dir(folder)
     return host_view(folders, own)
 
 

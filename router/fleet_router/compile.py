@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fleet_contract.cache_folder import make_dir, open_to_all
 from fleet_contract.names import ENV_COMPILED
 from fleet_router import compiled
 
 KEPT_BUILDS: Final = 8
+PACKAGES: Final = ("fleet_contract", "fleet_router", "fleet_text")  # of the modules, and of what they import of ours
 _SETUP: Final = """
 import sys
 from mypyc.build import mypycify
@@ -41,15 +43,15 @@ def build(to: Path | None = None) -> Path:
         The build's folder.
     """
     place = to if to is not None else compiled.places()[-1]
-    place.mkdir(parents=True, exist_ok=True)
+    make_dir(place)
     target = place / compiled.key()
     if target.is_dir():
         return target
     with tempfile.TemporaryDirectory(dir=place, prefix=".building-") as name:
         work = Path(name)
         sources = work / "sources"
-        for module in compiled.MODULES:
-            _copy_package(module, sources)
+        for package in PACKAGES:  # side by side, as mypyc wants its files
+            shutil.copytree(compiled.folder_of(package), sources / package, ignore=shutil.ignore_patterns("__pycache__"))
         paths = [str(Path(*m.split(".")).with_suffix(".py")) for m in compiled.MODULES]
         argv = [sys.executable, "-c", _SETUP, str(work / "lib"), str(work / "temp"), "--config-file", str(work / "mypy.ini"), *paths]
         (work / "mypy.ini").write_text("[mypy]\npython_version = 3.11\nignore_missing_imports = True\nfollow_imports = silent\n")
@@ -59,20 +61,11 @@ def build(to: Path | None = None) -> Path:
         flat.mkdir()
         for file in (work / "lib").rglob("*.so"):
             shutil.move(file, flat / ".".join(file.relative_to(work / "lib").parts))
+        open_to_all(flat)
         with contextlib.suppress(OSError):  # somebody else was faster
             flat.rename(target)
-    target.chmod(0o755)  # pods read it as another user
     _prune(place)
     return target
-
-
-def _copy_package(module: str, sources: Path) -> None:
-    """Beside one another, as mypyc wants its files, with all that they import of ours."""
-    package = module.partition(".")[0]
-    for name in (package, "fleet_contract", "fleet_text"):
-        if not (sources / name).exists():
-            folder = compiled.source_of(f"{name}.x").parent
-            shutil.copytree(folder, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def what_is_lacking() -> str | None:
@@ -99,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fleet_router.compile", description="Compiles the router's data path.")
     parser.add_argument("--to", type=Path, metavar="DIR", help=f"folder of builds (default: {compiled.places()[-1]})")
     args: Any = parser.parse_args(argv)
-    if compiled.find_build() is not None and args.to is None:
-        print(f"already there: {compiled.find_build()}")
+    if args.to is None and (there := compiled.find_build()) is not None:
+        print(f"already there: {there}")
         return 0
     if (lacking := what_is_lacking()) is not None:
         print(f"{lacking}: the router runs interpreted", file=sys.stderr)

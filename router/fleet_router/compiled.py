@@ -74,17 +74,23 @@ MODULES: Final = (
 SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 
-def source_of(module: str) -> Path:
-    """The file of a module of ours; nothing is imported. `fleet_router` and its siblings may lie side by side or in rooms of their own."""
-    package, _, rest = module.partition(".")
+@cache
+def folder_of(package: str) -> Path:
+    """Of a package of ours. `fleet_router` and its siblings may lie side by side or in rooms of their own."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, package
-    return Path(spec.submodule_search_locations[0]).joinpath(*rest.split(".")).with_suffix(".py")
+    return Path(spec.submodule_search_locations[0])
+
+
+def source_of(module: str) -> Path:
+    """The file of a module of ours; it is not imported."""
+    package, *rest = module.split(".")
+    return folder_of(package).joinpath(*rest).with_suffix(".py")
 
 
 @cache
 def key() -> str:
-    """Names what a build is made of: sources, interpreter, compiler's version is left out (old code is right code)."""
+    """Names what a build is made of: the sources and the kind of interpreter. Which compiler made it does not matter."""
     digest = hashlib.sha256(SUFFIX.encode())
     for module in MODULES:
         digest.update(module.encode() + b"\0" + source_of(module).read_bytes())
@@ -121,10 +127,7 @@ class _Finder:
 
 def use() -> None:
     """From now on the modules are imported compiled, where a build is there. Called before any of them is imported."""
-    if os.environ.get(ENV_COMPILED) == "0" or any(isinstance(f, _Finder) for f in sys.meta_path):
-        return
-    folder = find_build()
-    if folder is not None:
+    if os.environ.get(ENV_COMPILED) != "0" and not is_used() and (folder := find_build()) is not None:
         sys.meta_path.insert(0, _Finder(folder))
 
 

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from fleet_contract.cache_folder import cache_folder
+from fleet_contract.cache_folder import cache_folder, make_dir, open_to_all
 from fleet_contract.names import ENV_MODELS
 
 STAMP_FILE: Final = ".radixfleet.json"  # says which source and which converter made the folder
@@ -178,19 +178,6 @@ def _convert(gguf: Path, folder: Path) -> None:
         convert_gguf(gguf, folder)
     except GgufError as e:
         raise BundledError(str(e)) from e
-
-
-def make_dir(path: Path) -> None:
-    """Creates missing parents as 0755 whatever the umask: pods read the models as another user."""
-    missing = [p for p in (path, *path.parents) if not p.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for p in missing:
-        p.chmod(0o755)
-
-
-def open_to_all(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from fleet_contract.cache_folder import make_dir, open_to_all
 from fleet_contract.names import ENV_MODELS
 from fleet_runtime.errors import StartError
-from fleet_runtime.models.bundled import cache_dir, locked, make_dir, open_to_all
+from fleet_runtime.models.bundled import cache_dir, locked
 
 _CONVERTER: Final = b"1"  # change it when the converter's output changes: folders are then made anew
 _PIECES: Final = 64

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from fleet_contract.cache_folder import cache_folder
+from fleet_contract.cache_folder import cache_folder, make_dir
 from fleet_contract.names import NATIVE_LIBRARY_DIR
 
 SOURCES: Final = Path(__file__).parent / "src"
@@ -102,7 +102,7 @@ def build(level: str, to: Path | None = None, *, compiler: str | None = None, sa
     if target.is_file():
         return target
     try:
-        _make_dir(folder)
+        make_dir(folder)
         with (folder / f".{level}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_file():
@@ -137,14 +137,6 @@ def _compiler_key(compiler: str) -> str:
     if done.returncode != 0:
         raise BuildError(f"{compiler} --version fails with exit code {done.returncode}; install a working C++ compiler")
     return hashlib.sha256(done.stdout).hexdigest()[:12]
-
-
-def _make_dir(path: Path) -> None:
-    """Creates missing parents as 0755 whatever the umask: pods read the libraries as another user."""
-    missing = [p for p in (path, *path.parents) if not p.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for p in missing:
-        p.chmod(0o755)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
