@@ -46,7 +46,7 @@ async def test_a_request_is_ended_by_its_id_wherever_it_is(make_worker: MakeWork
     got, complete, _ = await during
     assert not complete and b"request_aborted" in got
     await until(lambda: len(worker.aborts) == 3, "the worker is told of those that it had")
-    assert len(fleet.edge.service.running) == 0
+    assert len(fleet.edge.service.dispatcher.running) == 0
     await fleet.idle()
     fleet.brain.deciding.check_integrity()
 

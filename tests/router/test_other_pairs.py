@@ -324,5 +324,5 @@ async def test_a_closing_router_lets_a_hand_over_end(make_pairs: MakePairs) -> N
     await until(lambda: "prefill" in pairs.prefills[0].phases, "the prefill works")
     task.cancel()
     await until(lambda: not pairs.fleet.edge.server_state.connections, "the client is gone")
-    await pairs.fleet.edge.service.aborter.settle()
+    await pairs.fleet.edge.service.dispatcher.aborter.settle()
     assert pairs.decodes[0].reads == 1

@@ -56,7 +56,7 @@ class EdgeAnswers:
             case "flush":
                 return msgspec.json.encode({"workers": await self.flush(_read(ask.body or b"{}", ModelNamed).model)})
             case "abort":
-                return msgspec.json.encode({"aborted": self._service.running.abort(_read(ask.body, RequestNamed).request_id)})
+                return msgspec.json.encode({"aborted": self._service.dispatcher.running.abort(_read(ask.body, RequestNamed).request_id)})
         raise ValueError(f"unknown question {ask.what!r}")
 
     async def flush(self, model: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class EdgeAnswers:
         return {w.name: answer for w, answer in zip(ready, said, strict=True)}
 
     async def _flush(self, worker: WorkerView) -> dict[str, Any]:
-        engine, pool = engine_of(worker.record.engine), self._service.pool
+        engine, pool = engine_of(worker.record.engine), self._service.dispatcher.pool
         headers = key_headers(worker.record.key_env)
         try:
             status, body = await fetch(

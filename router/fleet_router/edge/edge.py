@@ -129,7 +129,7 @@ class Edge:
             if connection.transport is not None:
                 connection.transport.abort()
         await asyncio.sleep(0)
-        await self.service.aborter.settle()
+        await self.service.dispatcher.aborter.settle()
 
     async def _until_quiet(self, deadline: float) -> None:
         """Until load balancers know: no request has come for the drain delay. Each answer meanwhile ends its connection."""

@@ -103,18 +103,15 @@ class Dispatcher:
         encoder, chains = self.encoders.get(model_revision), self.encoders.chains(model_revision)
         return begin_prompt(parsed, encoder, model_revision, chains, self.rates.get(model_revision))
 
-    def fail(self, exchange: Exchange, error: ApiError) -> None:
-        """The end of a request that goes wrong."""
+    def fail(self, exchange: Exchange, error: Exception) -> ApiError:
+        """The border of a request: its client is told what went wrong, and the log of what nobody foresaw. Returns what was told."""
+        if not isinstance(error, ApiError):
+            log.error("request failed", extra={"request_id": exchange.request.request_id}, exc_info=error)
+            error = ApiError(500, "the router failed on this request; its log has the cause", type=contract_errors.SERVER, code="internal")
         if exchange.started:
             exchange.cut()
         else:
             exchange.fail(error)
-
-    def crash(self, exchange: Exchange) -> ApiError:
-        """The border of a request, called in an exception's handler: logged and answered."""
-        log.exception("request failed", extra={"request_id": exchange.request.request_id})
-        error = ApiError(500, "the router failed on this request; its log has the cause", type=contract_errors.SERVER, code="internal")
-        self.fail(exchange, error)
         return error
 
 
@@ -187,15 +184,13 @@ class Handling:
     def _go(self) -> None:
         try:
             self._seek()
-        except ApiError as e:
+        except Exception as e:
             self._fail(e)
-        except Exception:
-            self._crash()
 
     def _seek(self) -> None:
         """The service, the prompt for its revision, the choice. Raises ApiError."""
         parsed, desk, caller, d = self._parsed, self._desk, self._caller, self._dispatcher
-        service = d.find(parsed.model, ollama=parsed.dialect is OLLAMA, caller=caller)
+        service = self._find_service()
         caller.check_model(parsed.model, service.facts.key, desk.table.names)
         excluded = unfit_workers(parsed, service, self._excluded or ())
         revision = desk.choose_revision(service, excluded) if self._revision is None else self._revision
@@ -232,6 +227,9 @@ class Handling:
         else:
             self._take(turn)
 
+    def _find_service(self) -> Service[Any]:
+        return self._dispatcher.find(self._parsed.model, ollama=self._parsed.dialect is OLLAMA, caller=self._caller)
+
     def _turn_came(self, future: asyncio.Future[Lease | None]) -> None:
         if self._turn is None:  # nobody waits any more: the desk takes back what came
             return
@@ -239,13 +237,11 @@ class Handling:
         try:
             lease = future.result()
             if lease is None:
-                self._wait_for_worker(self._dispatcher.find(self._parsed.model, ollama=self._parsed.dialect is OLLAMA, caller=self._caller))
+                self._wait_for_worker(self._find_service())
             else:
                 self._take(lease)
-        except ApiError as e:
+        except Exception as e:
             self._fail(e)
-        except Exception:
-            self._crash()
 
     def _wait_for_worker(self, service: Service[Any]) -> None:
         """Raises ApiError when there is nothing to wait for, or no time."""
@@ -272,12 +268,9 @@ class Handling:
     async def _wait_and_go(self, for_what: Coroutine[Any, Any, None]) -> None:
         try:
             await for_what
-        except ApiError as e:
+        except Exception as e:
             self._task = None
             self._fail(e)
-        except Exception:
-            self._task = None
-            self._crash()
         else:
             self._task = None
             self._go()
@@ -313,10 +306,8 @@ class Handling:
     def _attempt_over(self, outcome: Outcome) -> None:
         try:
             self._judge(outcome)
-        except ApiError as e:
+        except Exception as e:
             self._fail(e)
-        except Exception:
-            self._crash()
 
     def _judge(self, outcome: Outcome) -> None:
         """The end, or another attempt."""
@@ -391,14 +382,10 @@ class Handling:
 
     # -- the end
 
-    def _fail(self, error: ApiError) -> None:
-        self._dispatcher.fail(self._exchange, error)
-        self._end(error.status)
-
-    def _crash(self) -> None:
+    def _fail(self, error: Exception) -> None:
         if self._lease is not None:
             self._lease.release()
-        self._end(self._dispatcher.crash(self._exchange).status)
+        self._end(self._dispatcher.fail(self._exchange, error).status)
 
     def _end(self, status: int) -> None:
         """Once. Args: status: for the trace."""

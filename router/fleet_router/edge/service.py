@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import Any, Final
 from urllib.parse import unquote
@@ -32,14 +31,7 @@ from fleet_router.http.head import Head
 from fleet_router.http.request import Request
 from fleet_router.settings import Settings
 
-log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS: Final = 2  # of a request that a worker took
-MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 PROBE_LIMIT_S: Final = 25.0
-_TOLD: Final = (
-    f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_KEYS}: %b\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
-)
 _reserved: Final = names.HEADER_PREFIX.lower().encode()
 
 
@@ -47,16 +39,11 @@ class DataService:
     """Handler of the data port."""
 
     def __init__(self, settings: Settings, desk: Desk, encoders: Encoders, pool: Pool, access: Access, traces: Traces | None = None) -> None:
-        self.settings = settings
         self.access = access
         self.traces = traces
         self.desk = desk
-        self.encoders = encoders
-        self.pool = pool
         self._loop = pool.loop
         self.dispatcher = Dispatcher(settings, desk, encoders, pool)
-        self.aborter = self.dispatcher.aborter
-        self.running = self.dispatcher.running
         self.asked_at = float("-inf")  # loop time of the last request for workers that came in a drain
 
     def handle(self, request: Request, exchange: Exchange) -> None:
@@ -64,10 +51,8 @@ class DataService:
         try:
             if self._route(request, exchange):
                 return  # workers answer it; it is counted when it is over
-        except ApiError as e:
+        except Exception as e:
             self.dispatcher.fail(exchange, e)
-        except Exception:
-            self.dispatcher.crash(exchange)
         self.dispatcher.count_end(exchange)
 
     def _route(self, request: Request, exchange: Exchange) -> bool:
