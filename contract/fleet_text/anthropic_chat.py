@@ -75,14 +75,14 @@ class _Messages:
 
     def __init__(self, habits: Habits) -> None:
         self.out: list[dict[str, Any]] = []
-        self._reading = habits
+        self._habits = habits
         self._called: set[str] = set()
         self._turn: list[str] = []  # texts of the last message, while more may join it
 
     def add(self, role: str, text: str) -> None:
         """A message of text. Neighbours of one side are one turn."""
         last = self.out[-1] if self.out else None
-        if last is None or last["role"] != role or last.get("tool_calls") or not self._reading.joins_turns:
+        if last is None or last["role"] != role or last.get("tool_calls") or not self._habits.joins_turns:
             self.end_turn()
             last = {"role": role, "content": ""}
             self.out.append(last)
@@ -119,7 +119,7 @@ class _Messages:
             here = f"{path}[{i}]"
             if _kind(block, here) == "tool_result":
                 if texts:
-                    self.add("user", self._reading.part_break.join(texts))
+                    self.add("user", self._habits.part_break.join(texts))
                     texts = []
                 result = self._result(block, here)
                 self.end_turn()
@@ -127,7 +127,7 @@ class _Messages:
             else:
                 texts.append(_block_text(block, here, "text and tool_result are allowed in a message of the user"))
         if texts:
-            self.add("user", self._reading.part_break.join(texts))
+            self.add("user", self._habits.part_break.join(texts))
 
     def _result(self, block: dict[str, Any], path: str) -> dict[str, Any]:
         _only(block, ("type", "tool_use_id", "content", "is_error", "cache_control"), path)
@@ -137,8 +137,8 @@ class _Messages:
         failed = block.get("is_error")
         if failed is not None and not isinstance(failed, bool):
             _refuse(f"{path}.is_error", failed, "true or false is allowed")
-        text = _text(block["content"], f"{path}.content", self._reading.result_break) if block.get("content") is not None else ""
-        if failed and self._reading.tells_failures and not text.lower().startswith("error"):
+        text = _text(block["content"], f"{path}.content", self._habits.result_break) if block.get("content") is not None else ""
+        if failed and self._habits.tells_failures and not text.lower().startswith("error"):
             text = f"Error: {text}"  # templates know no other way to tell it
         return {"role": "tool", "tool_call_id": call, "content": text}
 
@@ -156,7 +156,7 @@ class _Messages:
                 thoughts.append(_string(block.get("thinking"), f"{here}.thinking"))
             else:
                 texts.append(_block_text(block, here, "text, thinking and tool_use are allowed in a message of the assistant"))
-        text = self._reading.part_break.join(texts)
+        text = self._habits.part_break.join(texts)
         if not calls and not thoughts:
             self.add("assistant", text)
             return

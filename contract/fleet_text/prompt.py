@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from fleet_text.chat import PromptError as PromptError  # callers get it from he
 from fleet_text.files import TOKENIZER_FILES as TOKENIZER_FILES  # callers get it from here
 
 MAX_TOKENIZER_ZIP_BYTES: Final = 256 << 20
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: a pool of threads would only cost the way to it
 _TEMPLATE_FILE: Final = "<template>"  # jinja2's name of a template that was no file
 _PARTS: Final = ("first-part", "second-part")
 
@@ -149,7 +151,8 @@ class PromptEncoder:
         if limit is not None and len(text) > limit and self._longest_token and (least := -(-len(text) // self._longest_token)) > limit:
             raise PromptTooLong(least)
         self.texts_encoded += 1
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` keeps all threads of Python waiting, for seconds with a long text. This does not, and makes no offsets.
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render and encode plain messages. Raises PromptError."""

@@ -7,26 +7,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fleet_testing.tiny_bpe import tiny_bpe
 from fleet_text.bounds import PromptTooLong, longest_token
 from fleet_text.prompt import PromptEncoder
 
-TEXTS = ["a small text to learn from", "the the the    spaces and 12345 digits", "caf\u00e9 na\u00efve \u65e5\u672c \U0001f600"]
-
-
-def _bpe() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS * 20, trainer)
-    return tokenizer
-
-
-TOKENIZER = _bpe()
+TOKENIZER = tiny_bpe()
 ENCODER = PromptEncoder({"tokenizer.json": TOKENIZER.to_str().encode()})
 
 

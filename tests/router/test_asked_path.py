@@ -145,6 +145,7 @@ async def test_responses_go_where_their_conversation_is(
 
     engines = [await start_engine(Answering()) for _ in range(3)]
     fleet = await front(*(e.url(tokenizer=tokenizer_folder) for e in engines))
+    fleet.keep_speeds()
     for chat in range(6):
         said: list[dict[str, str]] = []
         workers = set()

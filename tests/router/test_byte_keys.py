@@ -316,6 +316,7 @@ async def session(fleet: Fleet, n: int, turn: int, history: dict[int, list[Json]
 async def test_r42_sessions_go_back_to_their_worker_without_a_tokenizer(kind: Any, split: bool, start_engine: Start, front: Front) -> None:
     engines = [await start_engine(kind(cache=PrefixCache())) for _ in range(3)]
     fleet = await front(*(e.url() for e in engines), split=split)
+    fleet.keep_speeds()
     history: dict[int, list[Json]] = {}
     workers: dict[int, set[str]] = {}
     told: list[tuple[int, int]] = []
@@ -347,6 +348,7 @@ async def test_events_of_tokens_do_not_disturb_what_is_known_in_bytes(maps: bool
         engines.append(await start_engine(FakeVllm(cache=PrefixCache())))
         publishers.append(KvPublisher(maps=maps))
     fleet = await front(*(e.url(events=p.port, replay=p.replay_port) for e, p in zip(engines, publishers, strict=True)))
+    fleet.keep_speeds()
     try:
         history: dict[int, list[Json]] = {}
         went: dict[int, set[str]] = {}
@@ -430,6 +432,7 @@ async def test_prompts_that_a_tokenizer_cannot_read_have_keys_of_bytes_beside_th
         files.extractall(tmp_path)
     engines = [await start_engine(FakeVllm(cache=PrefixCache())) for _ in range(2)]
     fleet = await front(*(e.url(tokenizer=tmp_path) for e in engines))
+    fleet.keep_speeds()
     revision = fleet.brain.workers[0].record.model_revision
     await until(lambda: fleet.edge.encoders.get(revision) is not None, "the tokenizer is here")
     image = part("image_url", image_url={"url": "data:image/png;base64," + "ABCD" * 200})
@@ -468,6 +471,7 @@ def test_r35_requests_that_wait_are_known_by_their_bytes() -> None:
 async def test_prompts_of_our_workers_are_compared_by_bytes_until_their_tokenizer_is_here(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     workers = [await make_worker() for _ in range(2)]
     fleet = await make_fleet(*workers)
+    fleet.keep_speeds()
     revision = workers[0].record.model_revision
     ready = fleet.edge.encoders._ready.pop(revision)
     fleet.edge.encoders.want = lambda *args: None  # type: ignore[method-assign]

@@ -80,7 +80,7 @@ def scalar(fields: Fields, name: str) -> Any:
 
 
 def prompt_of(path: Path, fields: Fields, habits: Habits = OURS) -> What | None:
-    """The prompt of a body, as a server with that habits makes it; None when it has none that can be read here."""
+    """The prompt of a body, as a server with these habits makes it; None when it has none that can be read here."""
     if path.prompt is None or any(name in fields and bytes(fields[name]) != b"null" for name in habits.unreadable):
         return None
     try:

@@ -46,8 +46,8 @@ class Answers:
             case "metrics":
                 return msgspec.msgpack.encode(self._edges.snapshot())
             case "workers":
-                told = {"workers": reports.workers(brain)}
-                return msgspec.json.encode({"routerId": brain.settings.router_id, "synced": brain.synced, **told})
+                told = {"routerId": brain.settings.router_id, "synced": brain.synced, "workers": reports.workers(brain)}
+                return msgspec.json.encode(told)
             case "queue":
                 return msgspec.json.encode({"queues": overview.queues(brain)})
             case "overview":

@@ -305,12 +305,12 @@ class Brain:
         self.counters.add("prompt_tokens_total", lease.prompt_tokens)
         self.counters.add("predicted_cached_tokens_total", lease.predicted_tokens)
         self.counters.add("cached_tokens_total", actual)
-        if (taken := self._taken.get(lease.number)) is not None:  # an answer in one piece: its events may still be on their way
-            self.deciding.computed(taken, self.clock())
-            if self.deciding.needs_ticks:
-                self._set_timer()
+        taken = self._taken[lease.number]
+        self.deciding.computed(taken, self.clock())  # of an answer in one piece the events may still be on their way
+        if self.deciding.needs_ticks:
+            self._set_timer()
         if not worker.removed:
-            self.deciding.learn_cached(worker.slot, self._taken[lease.number], actual)
+            self.deciding.learn_cached(worker.slot, taken, actual)
 
     def learn_step(self, lease: Lease, steps: int, seconds: float) -> None:
         """So many tokens after the first took the serving worker so long."""
@@ -337,16 +337,13 @@ class Brain:
         for leg in lease.legs():
             worker = leg.worker
             assert isinstance(worker, Worker)
-            self._praise(worker)
-
-    def _praise(self, worker: Worker) -> None:
-        if worker.faults:
-            worker.faults = 0
-            worker.load.set_penalty(0.0)
-        was = worker.breaker.state
-        worker.breaker.success(self.clock())
-        if worker.breaker.state != was:
-            self._set_pools()
+            if worker.faults:
+                worker.faults = 0
+                worker.load.set_penalty(0.0)
+            was = worker.breaker.state
+            worker.breaker.success(self.clock())
+            if worker.breaker.state != was:
+                self._set_pools()
 
     def suspect(self, worker: WorkerView, why: str) -> None:
         """A request found it unreachable."""

@@ -71,8 +71,8 @@ class Encoders:
         try:
             if record.engine != names.ENGINE_OURS:
                 habits = engine_of(record.engine).habits
-                made = await asyncio.to_thread(PromptEncoder.from_folder, Path(record.tokenizer), habits)
-                encoder, chains = await asyncio.to_thread(with_chains, made, self._chat_bytes)
+                folder = Path(record.tokenizer)
+                encoder, chains = await asyncio.to_thread(lambda: with_chains(PromptEncoder.from_folder(folder, habits), self._chat_bytes))
             else:
                 port = record.ports.internal
                 status, data = await fetch(

@@ -118,7 +118,7 @@ class Vllm:
 
 
 class NixlHandOver:
-    """Prefill first, for one token; what it says of its blocks goes to the decode, which reads them. Only that habits frees them early."""
+    """Prefill first, for one token; what it says of its blocks goes to the decode, which reads them. Only that reading frees them early."""
 
     patient = True
     watches_transfer = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from fleet_contract.errors import ApiError
@@ -10,7 +11,7 @@ from fleet_router.http.request import Request
 HeaderLines = tuple[tuple[bytes, bytes], ...]
 
 
-class Exchange:
+class Exchange(ABC):
     """Where the answer to one request goes. All writes are dropped once the client is gone; `on_gone` tells it at once."""
 
     def __init__(self, request: Request) -> None:
@@ -33,26 +34,26 @@ class Exchange:
         """The client does not read as fast as is written."""
         return False
 
+    @abstractmethod
     def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: HeaderLines = ()) -> None:
         """A whole answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self, error: ApiError) -> None:
         """An answer that is an error."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start_stream(self, content_type: bytes) -> None:
         """Head of a stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, data: bytes) -> None:
         """Bytes of a stream, unchanged."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """The stream is complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cut(self) -> None:
         """The stream is not complete."""
-        raise NotImplementedError

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.processes
 
 CHAT = "/v1/chat/completions"
 SLOW = ("--simulated-step-base-ms=20",)
+PROBE_TIMEOUT_S = 5.0  # of the readiness probe; operator/fleet_operator/render/workload.py
 
 
 def chat(prompt: str = "hi", **options: Any) -> dict[str, Any]:
@@ -121,8 +122,8 @@ def test_a_client_that_leaves_gives_its_pages_back(worker: Runtime) -> None:
 
 @pytest.mark.case("C89")
 def test_probes_are_answered_in_time_under_long_prompts_and_large_bodies(tmp_path: Path) -> None:
-    """No probe later than two seconds (the kubelet waits five), also on a busy machine. Seen red with every text tokenized, on the event loop."""
-    flags = ("--context-length=8192", f"--kv-cache-memory={64 << 20}", "--simulated-prefill-tokens-per-s=20000")
+    """No probe later than the five seconds that the kubelet waits. Seen red with every text tokenized, on the event loop."""
+    flags = ("--context-length=1000000", f"--kv-cache-memory={64 << 20}", "--simulated-prefill-tokens-per-s=20000")
     with Runtime(tmp_path, *flags) as runtime:
         runtime.wait_ready()
         late, stop = list[float](), threading.Event()
@@ -135,16 +136,16 @@ def test_probes_are_answered_in_time_under_long_prompts_and_large_bodies(tmp_pat
                         begin = time.monotonic()
                         status = client.get(runtime.internal + path).status_code
                         took = time.monotonic() - begin
-                        late.extend([took] if took > 2.0 or status != 200 else [])
+                        late.extend([took] if took > PROBE_TIMEOUT_S or status != 200 else [])
                         asked += 1
             return asked
 
         with ThreadPoolExecutor(36) as pool:
             probing = pool.submit(probe)
-            bodies = [chat(chr(97 + n % 26) * 8000, max_tokens=4) for n in range(30)] + [chat("word " * 800_000, max_tokens=4)] * 2
+            bodies = [chat(chr(97 + n % 26) * 8000, max_tokens=4) for n in range(30)] + [chat("word " * 400_000, max_tokens=4)] * 3
             answers = list(pool.map(lambda body: httpx.post(runtime.data + CHAT, json=body, timeout=120).status_code, bodies))
             stop.set()
-            assert answers == [200] * 30 + [400] * 2  # the large ones are over the context
+            assert answers == [200] * 30 + [400] * 3  # only the tokenizer can tell that the large ones are over the context
             assert probing.result() > 10 and not late, late
 
 

@@ -42,6 +42,11 @@ class Fleet:
         """What the operator is told."""
         return reports.fleet(self.brain, namespace, name)
 
+    def keep_speeds(self) -> None:
+        """Every worker stays as fast as its profile says: a moment in which a busy machine held one up does not move its sessions."""
+        for load in self.brain.deciding.load.slots.values():
+            load.learn = False
+
     def inflight(self) -> int:
         return sum(w["inflight"] for w in self.told())
 
