@@ -11,13 +11,13 @@ import json
 import os
 import secrets
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -31,11 +31,15 @@ from fleet_text.bounds import longest_token
 from fleet_text.chat import OURS, ChatInputs, Habits, normalised
 from fleet_text.chat import PromptError as PromptError  # callers get it from here
 from fleet_text.files import TOKENIZER_FILES as TOKENIZER_FILES  # callers get it from here
+from fleet_text.outlines import Outlines
+from fleet_text.watched import Looked, WatchingEnvironment
 
 MAX_TOKENIZER_ZIP_BYTES: Final = 256 << 20
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: a pool of threads would only cost the way to it
 _TEMPLATE_FILE: Final = "<template>"  # jinja2's name of a template that was no file
+_Environment = TypeVar("_Environment", bound=ImmutableSandboxedEnvironment)
 _PARTS: Final = ("first-part", "second-part")
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: a pool of threads would only cost the way to it
 
 
 class TokenizerFilesError(ValueError):
@@ -65,9 +69,13 @@ class PromptEncoder:
         named = _named_templates(source)
         self.template_source: str | None = named.get("default")
         self.template = _compile(self.template_source) if self.template_source is not None else None
+        self._watched = _compile_watching(self.template_source) if self.template_source is not None else None
         self._tool_template = _compile(named["tool_use"]) if "tool_use" in named else self.template
         # A template that does not know OpenAI's newer name of the system role would leave such a message out in silence.
         self._knows_developer = any("developer" in text for text in named.values())
+        self._outlines = [  # without and with a generation prompt
+            Outlines(partial(self._render_undated, self.template, g), partial(self._render_undated, self._watched, g)) for g in (False, True)
+        ]
         # A template that goes through the parts of a message itself puts nothing between them.
         self.habits = replace(habits, part_break="") if habits.part_break and self.takes_parts else habits
 
@@ -120,23 +128,42 @@ class PromptEncoder:
         messages = chat.messages
         if not self._knows_developer and any(m["role"] == "developer" for m in messages):
             messages = [_as_system(m) for m in messages]
+        if (
+            chat.continued is None
+            and chat.tools is None
+            and not chat.variables
+            and (text := self._outlines[chat.add_generation_prompt].fill(messages))
+        ):
+            return text
         mark = ""
         if chat.continued is not None:
             mark = f"\ue000{secrets.token_hex(8)}\ue000"  # nobody can have it in a message
             messages = [*messages[:-1], {**messages[-1], "content": chat.continued + mark}]
         now = datetime.now(UTC) if now is None else now
         try:
-            text = template.render(
-                {
-                    **chat.variables, **self.special_tokens, "messages": messages, "tools": chat.tools, "documents": None,
-                    "add_generation_prompt": chat.add_generation_prompt, "strftime_now": now.strftime,
-                }
-            )  # fmt: skip
+            text = self._render(template, chat.variables, messages, chat.tools, chat.add_generation_prompt, now.strftime)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
             line = _template_line(e.__traceback__)
             where = f" (line {line} of the template)" if line is not None else ""
             raise PromptError(f"the model's chat template refuses these messages: {e}{where}") from e
         return text if chat.continued is None else _cut_at(text, mark, chat)
+
+    def _render(
+        self, template: jinja2.Template, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], tools: list[Any] | None,
+        generation: bool, strftime: Callable[[str], str],
+    ) -> str:  # fmt: skip
+        return template.render(
+            {
+                **variables, **self.special_tokens, "messages": messages, "tools": tools, "documents": None,
+                "add_generation_prompt": generation, "strftime_now": strftime,
+            }
+        )  # fmt: skip
+
+    def _render_undated(self, template: jinja2.Template | None, generation: bool, messages: list[Mapping[str, Any]]) -> str:
+        """For an outline. Raises Looked when the template asks for the date."""
+        if template is None:
+            raise Looked
+        return self._render(template, {}, messages, None, generation, _no_date)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -151,8 +178,16 @@ class PromptEncoder:
         if limit is not None and len(text) > limit and self._longest_token and (least := -(-len(text) // self._longest_token)) > limit:
             raise PromptTooLong(least)
         self.texts_encoded += 1
-        # `encode` keeps all threads of Python waiting, for seconds with a long text. This does not, and makes no offsets.
-        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return self._encode([text], add_special_tokens)[0]
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each of some texts without special tokens added."""
+        self.texts_encoded += len(texts)
+        return self._encode(texts, False)
+
+    def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        # Tokenizer.encode keeps all threads of Python waiting, for seconds with a long text. This does not, and makes no offsets.
+        return [list(e.ids) for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render and encode plain messages. Raises PromptError."""
@@ -238,6 +273,10 @@ def _template_line(trace: TracebackType | None) -> int | None:
     return line
 
 
+def _no_date(pattern: str) -> str:
+    raise Looked
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -259,11 +298,26 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 def _compile(source: str) -> jinja2.Template:
-    """The environment that Hugging Face chat templates expect: trimmed blocks, loop controls, tojson, raise_exception, strftime_now."""
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlocks])
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise_exception
+    """Raises TokenizerFilesError."""
     try:
-        return env.from_string(source)
+        return _furnished(ImmutableSandboxedEnvironment).from_string(source)
     except jinja2.TemplateSyntaxError as e:
         raise TokenizerFilesError(f"the chat template does not compile, line {e.lineno}: {e.message}") from e
+
+
+def _compile_watching(source: str) -> jinja2.Template | None:
+    """None when the template does what cannot be watched."""
+    env = _furnished(WatchingEnvironment)
+    env.watch()
+    try:
+        return env.compile_watching(source)
+    except Looked:
+        return None
+
+
+def _furnished(kind: type[_Environment]) -> _Environment:
+    """The environment that Hugging Face chat templates expect: trimmed blocks, loop controls, tojson, raise_exception, strftime_now."""
+    env = kind(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlocks])
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    return env

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ PROOFS: Final = 64  # random texts that a tokenizer is tried with
 _KNOWN_STEPS: Final = frozenset({"ByteLevel", "Digits", "Split"})
 _SPACE: Final = "Ġ"  # a space in byte-level letters; then the other blanks of one byte
 _BLANKS: Final = frozenset("ĠĊĉčċČ")
+_AROUND_DIGITS: Final = re.compile("([0-9])")
 
 SCRAPS: Final = (
     " ", "  ", "\n", "\n\n", "\t", "word", " word", "Word", "don't", "1234567", "3.14", "{}", "é", "e\u0301", "中文", "😀", "\u00a0", "\u200b",
@@ -31,8 +33,10 @@ SCRAPS: Final = (
 class WordIds:
     """The table of one tokenizer."""
 
-    def __init__(self, encoder: PromptEncoder) -> None:
+    def __init__(self, encoder: PromptEncoder, *, digits_apart: bool = False) -> None:
+        """Args: digits_apart: each digit is a word of its own for the tokenizer, so that a new number is made of known ones."""
         self._encoder = encoder
+        self._digits_apart = digits_apart
         self._ids: dict[str, bytes] = {}
 
     def encode(self, text: str) -> bytes:
@@ -40,15 +44,20 @@ class WordIds:
         words = split_words(text)
         found = list(map(self._ids.get, words))
         if None in found:
-            new: dict[str, bytes] = {}
-            for n, word in enumerate(words):
-                if found[n] is None:
-                    ids = new.get(word)
-                    if ids is None:
-                        ids = new[word] = encode_ids(self._encoder.encode(word, add_special_tokens=False))
-                    found[n] = ids
-            self._keep(new)
+            new = dict.fromkeys([word for word, ids in zip(words, found, strict=True) if ids is None], b"")
+            self._read(new)
+            return b"".join([new[word] if ids is None else ids for word, ids in zip(words, found, strict=True)])
         return b"".join(found)  # type: ignore[arg-type]
+
+    def _read(self, new: dict[str, bytes]) -> None:
+        """Fills in the ids of new words."""
+        known = self._ids
+        parts = {word: [p for p in _AROUND_DIGITS.split(word) if p] if self._digits_apart else [word] for word in new}
+        lacking = list({part: None for word in parts.values() for part in word if part not in known})
+        read = dict(zip(lacking, map(encode_ids, self._encoder.encode_all(lacking)), strict=True)) if lacking else {}
+        for word, made_of in parts.items():
+            new[word] = b"".join([known[part] if part not in read else read[part] for part in made_of])
+        self._keep(read)  # numbers are not kept: there are too many
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -75,7 +84,12 @@ def split_words(text: str) -> list[str]:
 
 def find_words(encoder: PromptEncoder) -> WordIds | None:
     """The table for a tokenizer whose words do not depend on their neighbours; None for others."""
-    return WordIds(encoder) if _keeps_words(json.loads(encoder.tokenizer.to_str())) and _holds(encoder) else None
+    tokenizer = json.loads(encoder.tokenizer.to_str())
+    if not _keeps_words(tokenizer):
+        return None
+    if _cuts_digits(tokenizer) and _holds(words := WordIds(encoder, digits_apart=True), encoder):
+        return words
+    return words if _holds(words := WordIds(encoder), encoder) else None
 
 
 def _keeps_words(tokenizer: Mapping[str, Any]) -> bool:
@@ -97,6 +111,14 @@ def _keeps_words(tokenizer: Mapping[str, Any]) -> bool:
     return not any(_lies_across(entry) for entry in model.get("vocab") or {})
 
 
+def _cuts_digits(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether each digit is cut out before anything else is looked at; tokens that are taken out before that have none."""
+    step = tokenizer["pre_tokenizer"]
+    first = step["pretokenizers"][0] if step["type"] == "Sequence" else step
+    marks = [a["content"] for a in tokenizer.get("added_tokens") or []]
+    return first["type"] == "Digits" and bool(first.get("individual_digits")) and not any(_AROUND_DIGITS.search(mark) for mark in marks)
+
+
 def _lies_across(entry: str) -> bool:
     """True when a space follows another character inside an entry."""
     at = entry.find(_SPACE, 1)
@@ -107,9 +129,9 @@ def _lies_across(entry: str) -> bool:
     return False
 
 
-def _holds(encoder: PromptEncoder) -> bool:
+def _holds(words: WordIds, encoder: PromptEncoder) -> bool:
     """Whether random texts give the ids of the whole."""
-    rng, words = random.Random(2), WordIds(encoder)
+    rng = random.Random(2)
     marks = [token.content for token in encoder.tokenizer.get_added_tokens_decoder().values() if token.content] or ["<s>"]
     for _ in range(PROOFS):
         text = noise(rng, rng.choice(marks)) + " " + noise(rng, rng.choice(marks))

@@ -69,6 +69,7 @@ MODULES: Final = (
     "fleet_router.revisions",
     "fleet_router.table",
     "fleet_text.chains",
+    "fleet_text.outlines",
     "fleet_text.words",
 )
 SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import resource
 import signal
 import socket
@@ -16,7 +15,6 @@ from msgspec import Struct
 from fleet_router.hang import beat_for_ever
 from fleet_router.settings import Settings
 
-YOUNG_OBJECTS: Final = 10_000  # made and not freed since garbage was looked for
 SHOW_STACKS: Final = signal.SIGUSR2  # a process that gets it writes to stderr where each of its threads is
 
 
@@ -58,11 +56,3 @@ def on_stop(handover: Handover) -> asyncio.Event:
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     return stop
-
-
-def settle() -> None:
-    """The end of a process's start: what is there stays, and is not looked through again. Young garbage is left to lie for longer than by
-    default: a request leaves few cycles, and looking for them costs as much as some of its steps."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 50)

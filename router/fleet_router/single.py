@@ -16,12 +16,13 @@ from fleet_router.brain.registry import Endpoint
 from fleet_router.edge.answers import EdgeAnswers
 from fleet_router.edge.edge import Edge
 from fleet_router.edge.quota import QuotaReports
+from fleet_router.garbage import Sweeper
 from fleet_router.http.client import Pool
 from fleet_router.link import Channel, LinkServer
 from fleet_router.messages import Ask, Message, News
 from fleet_router.metrics import Counters, Snapshot
 from fleet_router.observed import Observed
-from fleet_router.process import Handover, on_stop, raise_file_limit, settle
+from fleet_router.process import Handover, on_stop, raise_file_limit
 from fleet_router.settings import Settings
 
 _EDGE = "here"
@@ -95,7 +96,7 @@ async def serve(handover: Handover) -> int:
     stop = on_stop(handover)
     edge = Single(handover.settings, max_files=raise_file_limit())
     await edge.start(socket.socket(fileno=handover.listen_fd), socket.socket(fileno=handover.link_fd), handover.peer_socket())
-    settle()
+    Sweeper().start()
     log.info("edge serves", extra={"router_id": handover.settings.router_id, "compiled": compiled.is_used()})
     await stop.wait()
     await edge.drain()

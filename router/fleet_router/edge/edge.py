@@ -28,6 +28,7 @@ from fleet_router.edge.quota import QuotaReports
 from fleet_router.edge.remote_desk import RemoteDesk
 from fleet_router.edge.service import DataService
 from fleet_router.edge.traces import Traces
+from fleet_router.garbage import Sweeper
 from fleet_router.http.client import Pool
 from fleet_router.http.listening import listen_on
 from fleet_router.http.request import Limits
@@ -36,7 +37,7 @@ from fleet_router.identifiers import random_hex
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.metrics import Counters
-from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover, settle
+from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
 from fleet_text.chains import MAX_BYTES
@@ -188,7 +189,7 @@ async def serve(handover: Handover) -> int:
     stop = on_stop(handover)
     edge = RemoteEdge(handover.settings, index=handover.index, max_files=raise_file_limit())
     await edge.start(socket.socket(fileno=handover.listen_fd), handover.link_name, listen(edge_link_name(handover.link_name, handover.index)))
-    settle()
+    Sweeper().start()
     log.info("edge serves", extra={"router_id": handover.settings.router_id, "edge": handover.index, "compiled": compiled.is_used()})
     await stop.wait()
     await edge.drain()
