@@ -17,6 +17,7 @@ from fleet_contract.wire import encode_ids
 from fleet_text.prompt import PromptEncoder
 
 MAX_WORDS: Final = 50_000
+MAX_NUMBER_PARTS: Final = 7  # of digits and what is between them: words with longer numbers hardly come again
 MAX_WORD_CHARS: Final = 48  # longer ones hardly come again
 PROOFS: Final = 64  # random texts that a tokenizer is tried with
 _KNOWN_STEPS: Final = frozenset({"ByteLevel", "Digits", "Split"})
@@ -57,7 +58,8 @@ class WordIds:
         read = dict(zip(lacking, map(encode_ids, self._encoder.encode_all(lacking)), strict=True)) if lacking else {}
         for word, made_of in parts.items():
             new[word] = b"".join([known[part] if part not in read else read[part] for part in made_of])
-        self._keep(read)  # numbers are not kept: there are too many
+        few = {word: ids for word, ids in new.items() if 1 < len(parts[word]) <= MAX_NUMBER_PARTS}
+        self._keep({**read, **few})
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -66,6 +66,7 @@ MODULES: Final = (
     "fleet_router.http.server",
     "fleet_router.identifiers",
     "fleet_router.link",
+    "fleet_router.metrics",
     "fleet_router.revisions",
     "fleet_router.table",
     "fleet_text.chains",

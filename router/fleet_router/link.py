@@ -93,6 +93,13 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = self._loop.time()
+        if not self._in and len(data) >= _length.size and _length.unpack_from(data)[0] == len(data) - _length.size:  # one frame: nearly always
+            try:
+                for message in _decoder.decode(memoryview(data)[_length.size :]):
+                    self._take(message)
+            except Exception:
+                self._break()
+            return
         self._in += data
         at = 0
         try:
@@ -107,12 +114,16 @@ class Channel(asyncio.Protocol):
                 at += _length.size + length
                 for message in batch:
                     self._take(message)
-        except Exception:  # the border between two processes: a message that breaks us must not end all others
-            log.exception("a message on the link could not be handled: the connection is closed")
-            self._in = bytearray()
-            self.abort()
+        except Exception:
+            self._break()
             return
         del self._in[:at]
+
+    def _break(self) -> None:
+        """The border between two processes: a message that breaks us must not end all others."""
+        log.exception("a message on the link could not be handled: the connection is closed")
+        self._in = bytearray()
+        self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -177,11 +188,14 @@ class Channel(asyncio.Protocol):
     # -- inside
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, Reply):
+        kind = type(message)
+        if kind is Reply:
+            assert isinstance(message, Reply)
             future = self._waiting.pop(message.id, None)
             if future is not None and not future.done():
                 future.set_result(message)
-        elif isinstance(message, Ask):
+        elif kind is Ask:
+            assert isinstance(message, Ask)
             task = self._loop.create_task(self._reply(message))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)

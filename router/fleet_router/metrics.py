@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Final
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _HELP: Final = {
@@ -59,9 +59,9 @@ _HELP: Final = {
 class Snapshot(Struct):
     """All numbers at one moment, for the control process."""
 
-    counters: list[tuple[str, tuple[tuple[str, str], ...], float]] = field(default_factory=list)
-    gauges: list[tuple[str, tuple[tuple[str, str], ...], float]] = field(default_factory=list)
-    first_byte: list[int] = field(default_factory=list)
+    counters: list[tuple[str, tuple[tuple[str, str], ...], float]] = []
+    gauges: list[tuple[str, tuple[tuple[str, str], ...], float]] = []
+    first_byte: list[int] = []
     first_byte_sum: float = 0.0
 
 
@@ -79,6 +79,9 @@ def merge(first: Snapshot, *others: Snapshot) -> Snapshot:
     return Snapshot([(*key, value) for key, value in counters.items()], list(first.gauges), first_byte, seconds)
 
 
+Labels = tuple[tuple[str, str], ...]
+
+
 class Counters:
     """Counters of one process life."""
 
@@ -87,9 +90,9 @@ class Counters:
         self._first_byte = [0] * (len(BUCKETS_S) + 1)
         self._first_byte_sum = 0.0
 
-    def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Adds to one counter."""
-        key = (name, tuple(labels.items()))
+    def add(self, name: str, amount: float = 1, labels: Labels = ()) -> None:
+        """Adds to one counter. Args: labels: name and value of each, always in the same order."""
+        key = (name, labels)
         self._values[key] = self._values.get(key, 0) + amount
 
     def observe_first_byte(self, seconds: float) -> None:

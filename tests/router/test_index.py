@@ -15,7 +15,7 @@ from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_router.decide import events
 from fleet_router.decide.events import EventBook, Stored
 from fleet_router.decide.history import History
-from fleet_router.decide.index import SETTLE_S, PrefixIndex, Run, StoreResult
+from fleet_router.decide.index import SETTLE_S, PrefixIndex, StoreResult
 from fleet_router.decide.keys import BLOCK_TOKENS, STRIDE
 from fleet_router.decide.lives import DISK, GPU, HOST
 
@@ -81,7 +81,7 @@ def test_workers_leave_the_walk_one_by_one() -> None:
     index = by_history(0, 1, 2, 3)
     for slot, n in ((0, 4), (1, 8), (2, 3), (3, 8)):
         index.remember(slot, keys(*range(n)))
-    assert index.runs(keys(*range(12))) == [Run(0b0100, 3), Run(0b0001, 4), Run(0b1010, 8)]
+    assert index.runs(keys(*range(12))) == [(0b0100, 3), (0b0001, 4), (0b1010, 8)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 31, 64, 200])
@@ -192,7 +192,7 @@ def test_r7_nothing_of_a_removed_worker_matches_in_its_slot_s_next_life() -> Non
     index.remember(0, keys(1, 2))
     index.remember(1, keys(1, 2, 3))
     index.remove_slot(0)
-    assert index.runs(keys(1, 2)) == [Run(0b10, 2)]
+    assert index.runs(keys(1, 2)) == [(0b10, 2)]
     index.add_slot(0, 64_000, by_history=True)
     assert depth(index, 0, keys(1, 2)) == 0
     index.check_integrity()

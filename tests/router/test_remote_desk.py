@@ -481,8 +481,8 @@ def test_the_safe_rule_pairs_workers_that_can_hand_over(workers: list[WorkerView
 
 def test_the_sum_of_metrics_adds_counters_and_histograms_and_keeps_the_first_gauges() -> None:
     a, b = Counters(), Counters()
-    a.add("requests_total", 2, path="x", status="2xx")
-    b.add("requests_total", 3, path="x", status="2xx")
+    a.add("requests_total", 2, (("path", "x"), ("status", "2xx")))
+    b.add("requests_total", 3, (("path", "x"), ("status", "2xx")))
     b.add("aborts_total")
     a.observe_first_byte(0.02)
     b.observe_first_byte(100.0)

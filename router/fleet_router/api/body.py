@@ -90,7 +90,8 @@ class Prompt(Struct):
 def parse_body(path: Path, body: bytes) -> Parsed:
     """Reads the top level. Raises ApiError 400 for what is no JSON object, names no model or carries reserved fields."""
     try:
-        body.decode()  # raw values are not looked into
+        if not body.isascii():
+            body.decode()  # raw values are not looked into
         fields = _top.decode(body)
     except msgspec.ValidationError:
         raise ApiError(400, "the body has to be a JSON object", code="invalid_type") from None

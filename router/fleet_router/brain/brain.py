@@ -48,6 +48,8 @@ MAX_QUEUED_BYTES: Final = 1 << 30  # bodies of requests that wait
 LOOK_EVERY_S: Final = 0.1  # while requests wait
 _ALONE: Final = (names.ROLE_UNIFIED,)
 _PROMPT_ONLY: Final = (names.ROLE_UNIFIED, names.ROLE_PREFILL)
+_PICKED: Final = {role: (("role", role),) for role in names.ROLES}
+_PICKED_OTHER: Final = (("role", "other"),)
 
 Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 
@@ -427,7 +429,7 @@ class Brain:
                 worker.breaker.picked()
                 self._set_pools()
             legs.append(Leg(worker, pick.number))
-            self.counters.add("picks_total", role=worker.record.role if worker.record.role in names.ROLES else "other")
+            self.counters.add("picks_total", 1, _PICKED.get(worker.record.role, _PICKED_OTHER))
         prefill = legs[0] if len(legs) == 2 else None
         return Lease(self, self._leases, self.pick_id, legs[-1], prefill, want.prompt_tokens, taken.predicted_tokens, decision.waited_s)
 

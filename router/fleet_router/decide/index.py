@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,7 @@ Ints = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float64]
 
 
-class Run(NamedTuple):
-    """Workers (bit mask) that hold exactly `blocks` first blocks of a prompt."""
-
-    mask: int
-    blocks: int
+Run = tuple[int, int]  # workers as a bit mask, and how many first blocks of a prompt they hold exactly
 
 
 class StoreResult:
@@ -363,7 +359,7 @@ class PrefixIndex:
                 else:
                     bad = middle
             stay = get(keys[bad], 0) & left if bad < n else 0
-            out.append(Run(left & ~stay, bad))
+            out.append((left & ~stay, bad))
             left, at = stay, bad
         return out
 
@@ -522,7 +518,7 @@ class PrefixIndex:
         for depth in reversed(depths_up_to(len(keys))):
             mask = get(keys[depth - 1], 0) & left
             if mask:
-                out.append(Run(mask, depth))
+                out.append((mask, depth))
                 left &= ~mask
         return out
 

@@ -43,12 +43,16 @@ Ints = npt.NDArray[np.intp]
 Draw = Callable[[int], int]  # draw(n) gives a number in [0, n)
 
 
-class Ask(NamedTuple):
+class Ask:
     """What the request needs: tokens of the prompt, and of the answer it may get."""
 
-    prompt_tokens: int
-    answer_tokens: int
-    key_tokens: float = 0.0  # the prompt's keys are of bytes: tokens that each is believed to stand for; 0: they are of tokens
+    __slots__ = ("answer_tokens", "key_tokens", "prompt_tokens")
+
+    def __init__(self, prompt_tokens: int, answer_tokens: int, key_tokens: float = 0.0) -> None:
+        """Args: key_tokens: the prompt's keys are of bytes: tokens that each is believed to stand for; 0: they are of tokens."""
+        self.prompt_tokens = prompt_tokens
+        self.answer_tokens = answer_tokens
+        self.key_tokens = key_tokens
 
 
 class Member(NamedTuple):
@@ -76,6 +80,7 @@ class Pool:
     slots_prefill: Ints = field(init=False)
     slots_decode: Ints = field(init=False)
     slots_prompt: Ints = field(init=False)  # alone, then prefill
+    few: tuple[int, ...] = field(init=False)  # slots that serve alone
     apart: Bools = field(init=False)  # [prefill, decode]: on two hosts
     pairable: Bools = field(init=False)  # [prefill, decode]: they share a transfer backend
 
@@ -83,6 +88,7 @@ class Pool:
         for name, members in (("alone", self.alone), ("prefill", self.prefill), ("decode", self.decode)):
             object.__setattr__(self, f"slots_{name}", _slots(members))
         object.__setattr__(self, "slots_prompt", _slots((*self.alone, *self.prefill)))
+        object.__setattr__(self, "few", tuple(m.slot for m in self.alone))
         shape = len(self.prefill), len(self.decode)
         apart = np.array([[p.host != d.host for d in self.decode] for p in self.prefill], np.bool_).reshape(shape)
         shared = [[_share_backend(p, d) for d in self.decode] for p in self.prefill]
@@ -153,22 +159,29 @@ class Terms:
         return out
 
 
-class FewTerms(NamedTuple):
+class FewTerms:
     """The same of a small pool."""
 
-    slots: Ints
-    rows: list[tuple[float, float, float, float, float]]  # wait, work, decode, room, penalty of each worker
+    __slots__ = ("rows", "slots")
+
+    def __init__(self, slots: Ints, rows: list[tuple[float, float, float, float, float]]) -> None:
+        """Args: rows: wait, work, decode, room, penalty of each worker."""
+        self.slots = slots
+        self.rows = rows
 
     def as_terms(self) -> Terms:
         return Terms(self.slots, *np.array(self.rows).T)
 
 
-class Chosen(NamedTuple):
+class Chosen:
     """One worker that serves alone, or a prefill and a decode."""
 
-    serving: int
-    prefill: int | None
-    cost_s: float
+    __slots__ = ("cost_s", "prefill", "serving")
+
+    def __init__(self, serving: int, prefill: int | None, cost_s: float) -> None:
+        self.serving = serving
+        self.prefill = prefill
+        self.cost_s = cost_s
 
     @property
     def first(self) -> int:
@@ -254,27 +267,32 @@ def choose(
 
 def _choose_few(table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw) -> tuple[Chosen, FewTerms]:
     """`_choose_among` for a few workers that serve alone: the same sums in the same order."""
-    prompt, answer = ask.prompt_tokens, ask.answer_tokens
-    loads = [table.slots[m.slot].column for m in pool.alone]
-    saved = hits.saved(pool.slots_alone).tolist()
-    rates = [column[RATE] for column in loads]
+    prompt, answer, slots = ask.prompt_tokens, ask.answer_tokens, pool.few
+    gpu: list[float] = hits.gpu.tolist()
+    held = [gpu[slot] for slot in slots]
+    saved: list[float] = held if hits.host is None and hits.disk is None else hits.saved(pool.slots_alone).tolist()
+    columns = [table.slots[slot].column for slot in slots]
+    rates = [column[RATE] for column in columns]
     weight = _weight(max(rates) / min(rates)) if len(rates) > 1 else DELTA
-    rows, total = [], []
-    for (wait, unit, step, step_ctx, committed, capacity, penalty, _, _), have in zip(loads, saved, strict=True):
-        work = unit * max(prompt - have, 1.0)
-        steps = answer * (step + step_ctx * prompt)
-        decode, room = weight * steps, steps * max((committed + (prompt + answer)) / capacity - 1.0, 0.0)
+    rows: list[tuple[float, float, float, float, float]] = []
+    total: list[float] = []
+    for n, column in enumerate(columns):
+        wait, penalty = column[WAIT], column[PENALTY]
+        work = column[UNIT] * max(prompt - saved[n], 1.0)
+        steps = answer * (column[STEP] + column[STEP_CTX] * prompt)
+        decode, room = weight * steps, steps * max((column[COMMITTED] + (prompt + answer)) / column[CAPACITY] - 1.0, 0.0)
         rows.append((wait, work, decode, room, penalty))
         total.append(wait + work + decode + room + penalty)
     best = min(total)
-    limit = tie_limit(best) if best < np.inf else best
-    near = [n for n, cost in enumerate(total) if cost <= limit] if best < np.inf else [0]
+    near = [0]
+    if best < np.inf:
+        limit = tie_limit(best)
+        near = [n for n, cost in enumerate(total) if cost <= limit]
     if len(near) > 1:
-        gpu = saved if hits.host is None and hits.disk is None else hits.gpu[pool.slots_alone].tolist()
-        most = max([gpu[n] for n in near])
-        near = [n for n in near if gpu[n] == most]
+        most = max([held[n] for n in near])
+        near = [n for n in near if held[n] == most]
     at = near[0] if len(near) == 1 else near[draw(len(near))]
-    return Chosen(pool.alone[at].slot, None, total[at]), FewTerms(pool.slots_alone, rows)
+    return Chosen(slots[at], None, total[at]), FewTerms(pool.slots_alone, rows)
 
 
 def _choose_among(

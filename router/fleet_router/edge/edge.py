@@ -83,7 +83,7 @@ class Edge:
                 settings.max_body_bytes, settings.max_head_bytes, settings.head_timeout, settings.body_timeout,
                 settings.idle_timeout, settings.write_timeout, max_connections(max_files), settings.max_held_bytes // settings.workers,
             ),
-            self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", limit=limit),
+            self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", 1, (("limit", limit),)),
             lambda path, error, request_id: dialect_of(path).error_body(error, request_id), self.access.cors_lines,
         )  # fmt: skip
         self._servers: list[asyncio.Server] = []

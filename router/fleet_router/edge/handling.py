@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
+_STATUSES: Final = {n: f"{n}xx" for n in range(1, 10)}
 _TOLD: Final = (
     f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_KEYS}: %b\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
 )
@@ -61,7 +62,7 @@ class Dispatcher:
         """A request is over."""
         request = exchange.request
         path = request.path if request.path in PATHS else "other"
-        self.desk.counters.add("requests_total", path=path, status=f"{exchange.status // 100}xx" if exchange.status else "gone")
+        self.desk.counters.add("requests_total", 1, (("path", path), ("status", _STATUSES.get(exchange.status // 100, "gone"))))
 
     def find(self, model: str, *, ollama: bool = False, caller: Caller | None = None) -> Service[Any]:
         """The service of a name; of no name when there is only one service. Raises 404.
@@ -342,7 +343,7 @@ class Handling:
             self._answer_failure(failure)
             self._end(self._exchange.status)
             return
-        self._desk.counters.add("retries_total", reason="undelivered" if failure.undelivered else "failed")
+        self._desk.counters.add("retries_total", 1, (("reason", "undelivered" if failure.undelivered else "failed"),))
         facts = {"request_id": self._request_id, "worker": failure.worker.name, "reason": failure.error.message}
         log.info("attempt failed, trying again", extra=facts)
         self._go()

@@ -142,6 +142,6 @@ def key_headers(key_env: str) -> list[tuple[str, str]]:
     return [("Authorization", f"Bearer {key}")] if key else []
 
 
-def post(leg: Leg, path: str, headers: list[tuple[str, str]], body: bytes, content_type: str = "application/json") -> Parts:
-    """The bytes of a leg's request."""
-    return request_parts(leg.worker.host, leg.worker.port, "POST", path, headers, body, content_type)
+def post(leg: Leg, path: str, headers: list[tuple[str, str]], body: bytes, content_type: str = "application/json", behind: bytes = b"") -> Parts:
+    """The bytes of a leg's request. Args: behind: the body's second part."""
+    return request_parts(leg.worker.host, leg.worker.port, "POST", path, headers, body, content_type, behind)

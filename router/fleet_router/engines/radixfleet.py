@@ -84,11 +84,11 @@ class RoomsHandOver:
 def request(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> Parts:
     """The client's JSON as it came, with token ids behind it when we have them."""
     headers = [(names.HEADER_REQUEST_ID, sending.request_id), *sending.parsed.passed_on, *_routed(sending, leg, rooms)]
-    body, content_type = sending.parsed.body, "application/json"
-    if sending.prompt.ids is not None:
-        headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]
-        body, content_type = body + sending.prompt.ids, names.CONTENT_TYPE_IDS
-    return post(leg, sending.parsed.path, headers, body, content_type)
+    body, ids = sending.parsed.body, sending.prompt.ids
+    if ids is None:
+        return post(leg, sending.parsed.path, headers, body)
+    headers += [(names.HEADER_JSON_LENGTH, str(len(body))), (names.HEADER_MODEL_REVISION, leg.worker.record.model_revision)]
+    return post(leg, sending.parsed.path, headers, body, names.CONTENT_TYPE_IDS, ids)
 
 
 def _routed(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:

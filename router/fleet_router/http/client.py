@@ -427,11 +427,11 @@ async def collect(
 
 
 def request_parts(
-    host: str, port: int, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, content_type: str
+    host: str, port: int, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, content_type: str, behind: bytes = b""
 ) -> tuple[bytes, ...]:
-    """The bytes of a request: head, and body when there is one."""
+    """The bytes of a request: head, and body when there is one. Args: behind: the body's second part."""
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
-    about = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if body or method == "POST" else ""
+    about = f"Content-Type: {content_type}\r\nContent-Length: {len(body) + len(behind)}\r\n" if body or method == "POST" else ""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     head = f"{method} {path} HTTP/1.1\r\nHost: {where}\r\n{lines}{about}\r\n".encode("latin-1")
-    return (head, body) if body else (head,)
+    return (head, body, behind) if behind else (head, body) if body else (head,)

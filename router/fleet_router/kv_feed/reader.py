@@ -147,7 +147,7 @@ class KvReader:
         for feed in list(self._feeds.values()):
             feed.tick(now)
         if (late := self._book.expire(now)) > 0:
-            self._brain.counters.add("bad_events_total", late, reason=ORPHAN)
+            self._brain.counters.add("bad_events_total", late, (("reason", ORPHAN),))
 
 
 class _Feed:
@@ -161,7 +161,7 @@ class _Feed:
         self._loop = reader.loop
         record, counters = worker.record, reader.brain.counters
         self._content = Content(reader.brain.index, reader.book, worker.slot)
-        self._writer = Writer(reader.book, worker.slot, record, lambda reason: counters.add("bad_events_total", reason=reason))
+        self._writer = Writer(reader.book, worker.slot, record, lambda reason: counters.add("bad_events_total", 1, (("reason", reason),)))
         self.follower = Follower(self._content, can_ask=record.ports.replay > 0, count=counters.add, probe=lambda: reader.brain.probe(worker))
         self._live = _socket(reader.context, zmq.SUB, LIVE_HWM)
         self._live_fd = self._live.fileno()
@@ -304,7 +304,7 @@ class _Feed:
             return None
 
     def _bad(self) -> None:
-        self._reader.brain.counters.add("bad_events_total", reason=UNREADABLE)
+        self._reader.brain.counters.add("bad_events_total", 1, (("reason", UNREADABLE),))
 
     # -- sockets follow the follower
 
