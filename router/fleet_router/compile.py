@@ -24,6 +24,8 @@ from fleet_contract.names import ENV_COMPILED
 from fleet_router import compiled
 
 KEPT_BUILDS: Final = 8
+STALE_S: Final = 3600.0  # a build takes minutes: an older one was killed
+_BUILDING: Final = ".building-"
 PACKAGES: Final = ("fleet_contract", "fleet_router", "fleet_text")  # of the modules, and of what they import of ours
 _SETUP: Final = """
 import sys
@@ -47,7 +49,7 @@ def build(to: Path | None = None) -> Path:
     target = place / compiled.key()
     if target.is_dir():
         return target
-    with tempfile.TemporaryDirectory(dir=place, prefix=".building-") as name:
+    with tempfile.TemporaryDirectory(dir=place, prefix=_BUILDING) as name:
         work = Path(name)
         sources = work / "sources"
         for package in PACKAGES:  # side by side, as mypyc wants its files
@@ -81,9 +83,10 @@ def what_is_lacking() -> str | None:
 
 
 def _prune(place: Path) -> None:
-    """The newest builds stay: checkouts of several states may share the folder."""
+    """The newest builds stay: checkouts of several states may share the folder. What killed builds left goes."""
     builds = sorted((p for p in place.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.stat().st_mtime)
-    for old in builds[:-KEPT_BUILDS]:
+    killed = [p for p in place.glob(f"{_BUILDING}*") if time.time() - p.stat().st_mtime > STALE_S]
+    for old in [*builds[:-KEPT_BUILDS], *killed]:
         shutil.rmtree(old, ignore_errors=True)
 
 

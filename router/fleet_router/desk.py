@@ -11,30 +11,33 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from msgspec import Struct
-
 from fleet_router.decide.keys import made_of
 from fleet_router.metrics import Counters
 from fleet_router.table import Service, ServiceKey, Table, WorkerView
 
 
-class Want(Struct):
+class Want:
     """What a request needs of a choice."""
 
-    service: ServiceKey
-    prompt_tokens: int
-    answer_tokens: int
-    revision: str
-    keys: tuple[int, ...] = ()
-    exclude: Collection[WorkerView] = ()
-    request_id: str = ""
-    any_role: bool = False  # no generation: every ready worker can answer
-    prompt_only: bool = False  # nothing behind the prompt is computed: a prefill worker can answer alone
-    silent: bool = False  # the answer comes in one piece: nobody sees its first token
-    tenant: str = ""
-    klass: str = "default"
-    size_bytes: int = 0
-    key_tokens: float = 0.0  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
+    def __init__(
+        self, service: ServiceKey, prompt_tokens: int, answer_tokens: int, revision: str, keys: tuple[int, ...] = (),
+        exclude: Collection[WorkerView] = (), request_id: str = "", any_role: bool = False, prompt_only: bool = False, silent: bool = False,
+        tenant: str = "", klass: str = "default", size_bytes: int = 0, key_tokens: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.service = service
+        self.prompt_tokens = prompt_tokens
+        self.answer_tokens = answer_tokens
+        self.revision = revision
+        self.keys = keys
+        self.exclude = exclude
+        self.request_id = request_id
+        self.any_role = any_role  # no generation: every ready worker can answer
+        self.prompt_only = prompt_only  # nothing behind the prompt is computed: a prefill worker can answer alone
+        self.silent = silent  # the answer comes in one piece: nobody sees its first token
+        self.tenant = tenant
+        self.klass = klass
+        self.size_bytes = size_bytes
+        self.key_tokens = key_tokens  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
 
     @property
     def made_of(self) -> str:

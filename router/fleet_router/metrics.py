@@ -1,14 +1,6 @@
 """Counters of the brain and their Prometheus text.
 
-Families (all start with `radixfleet_router_`): `requests_total{path,status}` answers by path and status class; `picks_total{role}`;
-`safe_picks_total`, `brain_lost_total` of edges without their brain; `retries_total{reason}`; `retries_refused_total`;
-`breakers_opened_total`; `aborts_total`; `client_gone_total`; `limits_total{limit}` connections ended by a limit of ours;
-`prompt_tokens_total`, `predicted_cached_tokens_total`, `cached_tokens_total` for prompts whose worker told what it had cached;
-KV events: `event_gaps_total`, `event_restarts_total`, `event_replays_total`, `event_snapshots_total`, `event_rounds_given_up_total`,
-`event_streams_died_total`, `bad_events_total{reason}`, gauges `event_streams{trust}`, `event_lag_seconds`;
-other routers: gauge `peers{state}` (expected, live), `peer_silences_total`;
-`first_byte_seconds` histogram; gauges `inflight`, `waiting`, `connections`, `edges` (with several), `workers{state}`, `index_keys`, `up`.
-Labels come from closed sets: no model, no client text.
+Labels come from closed sets: no model, no client text. docs/router-metrics.md is made of HELP and LABELS.
 """
 
 from __future__ import annotations
@@ -20,7 +12,8 @@ from typing import Final
 from msgspec import Struct
 
 BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_HELP: Final = {
+PREFIX: Final = "radixfleet_router_"
+HELP: Final = {
     "requests_total": "Answers of the data port by path and status class.",
     "picks_total": "Choices of a worker by its role.",
     "retries_total": "Attempts after a failed one, before the client's first byte.",
@@ -53,6 +46,16 @@ _HELP: Final = {
     "workers": "Workers by their state.",
     "index_keys": "Prefixes that the index knows, in blocks of 64 tokens or 256 bytes.",
     "up": "0: the deciding process does not answer.",
+}
+LABELS: Final[Mapping[str, tuple[str, ...]]] = {
+    "requests_total": ("path", "status"),
+    "picks_total": ("role",),
+    "retries_total": ("reason",),
+    "limits_total": ("limit",),
+    "bad_events_total": ("reason",),
+    "peers": ("state",),
+    "event_streams": ("trust",),
+    "workers": ("state",),
 }
 
 
@@ -118,24 +121,23 @@ def number(value: float) -> str:
 def render(snapshot: Snapshot | None) -> str:
     """Prometheus text format 0.0.4. None: the brain does not answer, only `up 0` is known."""
     if snapshot is None:
-        return f"# HELP radixfleet_router_up {_HELP['up']}\n# TYPE radixfleet_router_up gauge\nradixfleet_router_up 0\n"
+        return f"# HELP {PREFIX}up {HELP['up']}\n# TYPE {PREFIX}up gauge\n{PREFIX}up 0\n"
     lines: list[str] = []
     for kind, rows in (("counter", snapshot.counters), ("gauge", snapshot.gauges)):
         last = ""
         for name, labels, value in sorted(rows):
             if name != last:
-                if name in _HELP:
-                    lines.append(f"# HELP radixfleet_router_{name} {_HELP[name]}")
-                lines.append(f"# TYPE radixfleet_router_{name} {kind}")
+                lines.append(f"# HELP {PREFIX}{name} {HELP[name]}")
+                lines.append(f"# TYPE {PREFIX}{name} {kind}")
                 last = name
             inner = ",".join(f'{k}="{v}"' for k, v in labels)
-            lines.append(f"radixfleet_router_{name}{'{' + inner + '}' if inner else ''} {number(value)}")
-    lines.append(f"# HELP radixfleet_router_first_byte_seconds {_HELP['first_byte_seconds']}")
-    lines.append("# TYPE radixfleet_router_first_byte_seconds histogram")
+            lines.append(f"{PREFIX}{name}{'{' + inner + '}' if inner else ''} {number(value)}")
+    lines.append(f"# HELP {PREFIX}first_byte_seconds {HELP['first_byte_seconds']}")
+    lines.append(f"# TYPE {PREFIX}first_byte_seconds histogram")
     total = 0
     for limit, count in zip([*map(str, BUCKETS_S), "+Inf"], snapshot.first_byte, strict=True):
         total += count
-        lines.append(f'radixfleet_router_first_byte_seconds_bucket{{le="{limit}"}} {total}')
-    lines.append(f"radixfleet_router_first_byte_seconds_sum {number(snapshot.first_byte_sum)}")
-    lines.append(f"radixfleet_router_first_byte_seconds_count {total}")
+        lines.append(f'{PREFIX}first_byte_seconds_bucket{{le="{limit}"}} {total}')
+    lines.append(f"{PREFIX}first_byte_seconds_sum {number(snapshot.first_byte_sum)}")
+    lines.append(f"{PREFIX}first_byte_seconds_count {total}")
     return "\n".join(lines) + "\n"

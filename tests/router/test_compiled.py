@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_a_build_is_used_unless_told_otherwise() -> None:
         pytest.skip(lacking)
     assert all(file.endswith(compiled.SUFFIX) for file in loaded("1"))
     assert all(file.endswith(".py") for file in loaded("0"))
+
+
+def test_old_builds_and_what_killed_ones_left_go(tmp_path: Path) -> None:
+    now = time.time()
+    for name, age in [(f"{n:016x}", 10.0 * n) for n in range(compiling.KEPT_BUILDS + 2)] + [
+        (".building-old", 2 * compiling.STALE_S),
+        (".building-new", 1),
+    ]:
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (now - age, now - age))
+    compiling._prune(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".building-new", *(f"{n:016x}" for n in range(compiling.KEPT_BUILDS))]
 
 
 def test_a_changed_source_has_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

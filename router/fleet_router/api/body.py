@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec import Struct
 
 from fleet_contract.errors import ApiError
 from fleet_contract.prefix import BLOCK_BYTES, bytes_chain, bytes_namespace_hash, extend_chain, namespace_hash
@@ -49,18 +48,22 @@ RESERVED_FIELDS: Final = ("kv_transfer_params", "disagg_prefill_dp_rank")
 _top = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Parsed(Struct):
+class Parsed:
     """A request as routing sees it."""
 
-    route: Path
-    model: str
-    stream: bool
-    answer_tokens: int
-    fields: dict[str, msgspec.Raw]
-    body: bytes
-    kind: Kind  # of the route, but for a body that asks for nothing
-    passed_on: Sequence[tuple[str, str]] = ()  # headers of the client's that go to workers
-    adapter: str = ""  # a LoRA adapter that `model` names; known with the service
+    def __init__(
+        self, route: Path, model: str, stream: bool, answer_tokens: int, fields: dict[str, msgspec.Raw], body: bytes, kind: Kind,
+        passed_on: Sequence[tuple[str, str]] = (), adapter: str = "",
+    ) -> None:  # fmt: skip
+        self.route = route
+        self.model = model
+        self.stream = stream
+        self.answer_tokens = answer_tokens
+        self.fields = fields
+        self.body = body
+        self.kind = kind  # of the route, but for a body that asks for nothing
+        self.passed_on = passed_on  # headers of the client's that go to workers
+        self.adapter = adapter  # a LoRA adapter that `model` names; known with the service
 
     @property
     def path(self) -> str:
@@ -71,15 +74,18 @@ class Parsed(Struct):
         return dialect_of(self.route.path)
 
 
-class Prompt(Struct):
+class Prompt:
     """The prompt's token ids and keys; `ids` is None when the runtime has to read the JSON itself: then `tokens` is an estimate."""
 
-    tokens: int
-    ids: bytes | None = None  # little-endian u32
-    keys: tuple[int, ...] = ()  # of the blocks of 64 tokens, or of BLOCK_BYTES
-    choices: int = 1  # answers asked for: prompts times n, each with a room of its own
-    key_tokens: float = 0.0  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
-    text_bytes: int = 0  # a prompt that is text alone, not tokenised here: its length, of which `tokens` is an estimate
+    def __init__(
+        self, tokens: int, ids: bytes | None = None, keys: tuple[int, ...] = (), choices: int = 1, key_tokens: float = 0.0, text_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        self.tokens = tokens
+        self.ids = ids  # little-endian u32
+        self.keys = keys  # of the blocks of 64 tokens, or of BLOCK_BYTES
+        self.choices = choices  # answers asked for: prompts times n, each with a room of its own
+        self.key_tokens = key_tokens  # keys of bytes: the tokens that each is believed to stand for; 0: keys of tokens
+        self.text_bytes = text_bytes  # a prompt that is text alone, not tokenised here: its length, of which `tokens` is an estimate
 
     @property
     def made_of(self) -> str:

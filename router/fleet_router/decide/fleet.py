@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Final
 
-import msgspec
-from msgspec import Struct
-
 from fleet_router.decide import rule
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.lives import Expectation
@@ -24,15 +21,16 @@ from fleet_router.decide.told import Prefix, some
 SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
 
-class Decision(Struct, frozen=True, eq=False):
+class Decision:
     """A choice with what it was made of."""
 
-    pool: Pool
-    ask: Ask
-    chosen: Chosen
-    parts: tuple[Terms, ...] | FewTerms
-    hits: Hits
-    waited_s: float = 0.0
+    def __init__(self, pool: Pool, ask: Ask, chosen: Chosen, parts: tuple[Terms, ...] | FewTerms, hits: Hits, waited_s: float = 0.0) -> None:
+        self.pool = pool
+        self.ask = ask
+        self.chosen = chosen
+        self.parts = parts
+        self.hits = hits
+        self.waited_s = waited_s
 
     @property
     def terms(self) -> tuple[Terms, ...]:
@@ -40,13 +38,14 @@ class Decision(Struct, frozen=True, eq=False):
         return (self.parts.as_terms(),) if isinstance(self.parts, FewTerms) else self.parts
 
 
-class Taken(Struct, eq=False):
+class Taken:
     """A counted choice: one pick per worker. `fleet.release` gives it back."""
 
-    decision: Decision
-    keys: Sequence[int]
-    picks: list[tuple[SlotLoad, Pick]]  # prefill first
-    expectations: list[Expectation] = []
+    def __init__(self, decision: Decision, keys: Sequence[int]) -> None:
+        self.decision = decision
+        self.keys = keys
+        self.picks: list[tuple[SlotLoad, Pick]] = []  # prefill first
+        self.expectations: list[Expectation] = []
 
     @property
     def predicted_tokens(self) -> int:
@@ -134,7 +133,7 @@ class Fleet:
             key: of the pool's queue, whose requests are told.
         """
         chosen, ask = decision.chosen, decision.ask
-        taken = Taken(decision, keys, [])
+        taken = Taken(decision, keys)
         miss = max(0, ask.prompt_tokens - int(decision.hits.saved_by(chosen.first)))
         whole = ask.prompt_tokens + ask.answer_tokens
         if chosen.prefill is None:
@@ -251,7 +250,8 @@ class Fleet:
         decision = self.decide(pool, request.ask, request.keys, now, open_slots)
         assert decision is not None, "the queue gave a request that nobody can take"
         self.rivals.took(decision.chosen.first)
-        return request, msgspec.structs.replace(decision, waited_s=now - request.arrived)
+        decision.waited_s = now - request.arrived
+        return request, decision
 
     def too_late(self, now: float) -> list[tuple[Waiting, float]]:
         """Takes out all requests whose deadline is over, each with the seconds after which trying again makes sense."""

@@ -22,7 +22,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
 from fleet_router.decide.load import CAPACITY, COMMITTED, DISK_SPEEDUP, HOST_SPEEDUP, PENALTY, RATE, STEP, STEP_CTX, UNIT, WAIT, LoadTable
 
@@ -45,8 +44,6 @@ Draw = Callable[[int], int]  # draw(n) gives a number in [0, n)
 
 class Ask:
     """What the request needs: tokens of the prompt, and of the answer it may get."""
-
-    __slots__ = ("answer_tokens", "key_tokens", "prompt_tokens")
 
     def __init__(self, prompt_tokens: int, answer_tokens: int, key_tokens: float = 0.0) -> None:
         """Args: key_tokens: the prompt's keys are of bytes: tokens that each is believed to stand for; 0: they are of tokens."""
@@ -116,12 +113,13 @@ def _share_backend(p: Member, d: Member) -> bool:
     return not p.transfer_backends or not d.transfer_backends or not set(p.transfer_backends).isdisjoint(d.transfer_backends)
 
 
-class Hits(Struct, eq=False):
+class Hits:
     """Tokens of one prompt that each slot holds; index is the slot."""
 
-    gpu: Floats
-    host: Floats | None = None  # what host memory adds
-    disk: Floats | None = None
+    def __init__(self, gpu: Floats, host: Floats | None = None, disk: Floats | None = None) -> None:
+        self.gpu = gpu
+        self.host = host  # what host memory adds
+        self.disk = disk
 
     def saved(self, slots: Ints) -> Floats:
         """Tokens that need not be computed; loading is charged at its share of computing."""
@@ -162,8 +160,6 @@ class Terms:
 class FewTerms:
     """The same of a small pool."""
 
-    __slots__ = ("rows", "slots")
-
     def __init__(self, slots: Ints, rows: list[tuple[float, float, float, float, float]]) -> None:
         """Args: rows: wait, work, decode, room, penalty of each worker."""
         self.slots = slots
@@ -175,8 +171,6 @@ class FewTerms:
 
 class Chosen:
     """One worker that serves alone, or a prefill and a decode."""
-
-    __slots__ = ("cost_s", "prefill", "serving")
 
     def __init__(self, serving: int, prefill: int | None, cost_s: float) -> None:
         self.serving = serving

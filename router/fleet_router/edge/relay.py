@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from msgspec import Struct
-
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
@@ -48,33 +46,36 @@ CODE_TRANSFER_FAILED: Final = "transfer_failed"
 NOT_TAKEN: Final = ("worker_unreachable", CODE_STALE_WORKER, "worker_restarting", "loading", "draining")  # the worker never had the request
 
 
-class Timing(Struct, frozen=True):
+class Timing:
     """Limits of one attempt."""
 
-    first_token_s: float
-    silence_s: float
-    answer_s: float  # of an answer in one piece: nobody sees its first token
+    def __init__(self, first_token_s: float, silence_s: float, answer_s: float) -> None:
+        self.first_token_s = first_token_s
+        self.silence_s = silence_s
+        self.answer_s = answer_s  # of an answer in one piece: nobody sees its first token
 
 
-class Answer(Struct, frozen=True):
+class Answer:
     """A whole answer of a worker, passed on as it is."""
 
-    status: int
-    content_type: bytes
-    body: bytes
-    retry_after: bytes | None = None
+    def __init__(self, status: int, content_type: bytes, body: bytes, retry_after: bytes | None = None) -> None:
+        self.status = status
+        self.content_type = content_type
+        self.body = body
+        self.retry_after = retry_after
 
 
-class Failure(Struct, frozen=True):
+class Failure:
     """Why an attempt failed, and which worker said so. `answer` is the worker's own words, when it had any.
 
     `is_echo`: it may only repeat what became of the other leg, as an engine that has no code for that says it.
     """
 
-    error: ApiError
-    worker: WorkerView
-    answer: Answer | None = None
-    is_echo: bool = False
+    def __init__(self, error: ApiError, worker: WorkerView, answer: Answer | None = None, is_echo: bool = False) -> None:
+        self.error = error
+        self.worker = worker
+        self.answer = answer
+        self.is_echo = is_echo
 
     @property
     def derived(self) -> bool:
@@ -98,13 +99,14 @@ class Failure(Struct, frozen=True):
         return self.error.code in ("worker_unreachable", "worker_lost", "worker_timeout", "bad_worker_answer") or self.error.status == 500
 
 
-class Outcome(Struct, frozen=True):
+class Outcome:
     """How an attempt ended. `streamed`: the client has bytes of it. Else exactly one of `answer` and `failure` is set, or the client is gone."""
 
-    streamed: bool = False
-    gone: bool = False
-    answer: Answer | None = None
-    failure: Failure | None = None
+    def __init__(self, streamed: bool = False, gone: bool = False, answer: Answer | None = None, failure: Failure | None = None) -> None:
+        self.streamed = streamed
+        self.gone = gone
+        self.answer = answer
+        self.failure = failure
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:

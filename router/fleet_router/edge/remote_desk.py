@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
 from fleet_contract import names
 from fleet_contract.errors import ApiError
@@ -66,16 +65,19 @@ CLOSE_S: Final = 1.0
 AWAY: Final = "the deciding process is away: workers are chosen by a simple rule until it is back"
 
 
-class _Holding(Struct, eq=False):
+class _Holding:
     """A lease that is not over, and what was learned by it: the brain hears that at its end."""
 
-    lease: Lease
-    want: Want
-    started: bool = False
-    well: bool = False
-    cached: int | None = None
-    steps: int = 0
-    seconds: float = 0.0
+    def __init__(
+        self, lease: Lease, want: Want, started: bool = False, well: bool = False, cached: int | None = None, steps: int = 0, seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.lease = lease
+        self.want = want
+        self.started = started
+        self.well = well
+        self.cached = cached
+        self.steps = steps
+        self.seconds = seconds
 
 
 @dataclass(slots=True, eq=False)

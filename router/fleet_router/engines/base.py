@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
-from msgspec import Struct
 
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
@@ -34,15 +33,16 @@ class Fetch(Protocol):
     async def __call__(self, path: str, *, port: int = 0) -> tuple[int, bytes]: ...
 
 
-class Sending(Struct, frozen=True):
+class Sending:
     """What an attempt knows when it writes to its workers."""
 
-    lease: Lease
-    parsed: Parsed
-    prompt: Prompt
-    rid: str  # 32 hex, new for each attempt
-    request_id: str
-    deadline_ms: int
+    def __init__(self, lease: Lease, parsed: Parsed, prompt: Prompt, rid: str, request_id: str, deadline_ms: int) -> None:
+        self.lease = lease
+        self.parsed = parsed
+        self.prompt = prompt
+        self.rid = rid  # 32 hex, new for each attempt
+        self.request_id = request_id
+        self.deadline_ms = deadline_ms
 
 
 @dataclass(frozen=True, slots=True)

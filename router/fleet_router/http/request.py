@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 from fleet_contract.errors import ApiError
 from fleet_router.http.head import Head
 
@@ -24,15 +22,18 @@ class Limits:
     max_held_bytes: int  # of bodies, all connections together
 
 
-class Request(Struct, eq=False):
+class Request:
     """One whole request."""
 
-    head: Head
-    keep_alive: bool
-    request_id: str
-    body: bytes = b""
-    held_bytes: int = 0  # of its body, while the budget counts them
-    refused: ApiError | None = None  # by the protocol itself: answered in its turn, then the connection ends
+    def __init__(
+        self, head: Head, keep_alive: bool, request_id: str, body: bytes = b"", held_bytes: int = 0, refused: ApiError | None = None,
+    ) -> None:  # fmt: skip
+        self.head = head
+        self.keep_alive = keep_alive
+        self.request_id = request_id
+        self.body = body
+        self.held_bytes = held_bytes  # of its body, while the budget counts them
+        self.refused = refused  # by the protocol itself: answered in its turn, then the connection ends
 
     @property
     def method(self) -> str:
