@@ -12,8 +12,8 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "router-metrics.md"
 _HEAD: Final = """# Metrics of a router
 
 Made by `python -m fleet_router.metrics_page`. `GET /metrics` of the control port ({port}), Prometheus text format: the sum of all processes of a
-router pod. Names in `_total` only grow, and hold what processes that have ended had counted. A family is there once it has something to tell. No label
-holds what a client sent.
+router pod. Names in `_total` only grow, and hold what processes that have ended had counted. A family is there once it has something to tell. No
+label holds what a client sent.
 
 | name | kind | labels | what it says |
 |---|---|---|---|
