@@ -1,7 +1,8 @@
 """The modules of the data path as machine code: compiled from this very Python by mypyc, used when a build of exactly these sources is there.
 
 `python -m fleet_router.compile` builds; `make setup` calls it. A build is named by what it is made of, so that a changed source file runs
-interpreted until the next build and never beside stale code. `RADIXFLEET_COMPILED=0` runs all of it interpreted: the same, slower.
+interpreted until the next build and never beside stale code. Modules whose structures are decoded stay out of it: compiled, they have lost what is
+inside their lists. `RADIXFLEET_COMPILED=0` runs all of it interpreted: the same, slower.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MODULES: Final = (
     "fleet_router.brain.brain",
     "fleet_router.brain.desk_server",
     "fleet_router.brain.worker",
+    "fleet_router.counters",
     "fleet_router.decide.fleet",
     "fleet_router.decide.history",
     "fleet_router.decide.index",
@@ -66,7 +68,6 @@ MODULES: Final = (
     "fleet_router.http.server",
     "fleet_router.identifiers",
     "fleet_router.link",
-    "fleet_router.metrics",
     "fleet_router.revisions",
     "fleet_router.table",
     "fleet_text.chains",

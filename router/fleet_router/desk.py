@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fleet_router.counters import Counters
 from fleet_router.decide.keys import made_of
-from fleet_router.metrics import Counters
 from fleet_router.table import Service, ServiceKey, Table, WorkerView
 
 

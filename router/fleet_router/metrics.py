@@ -1,11 +1,10 @@
-"""Counters of the brain and their Prometheus text.
+"""The numbers of all processes at one moment, and their Prometheus text.
 
 Labels come from closed sets: no model, no client text. docs/router-metrics.md is made of HELP and LABELS.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Final
 
@@ -59,18 +58,22 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+Labels = tuple[tuple[str, str], ...]
+Row = tuple[str, Labels, float]  # name, labels, value
+
+
 class Snapshot(Struct):
     """All numbers at one moment, for the control process."""
 
-    counters: list[tuple[str, tuple[tuple[str, str], ...], float]] = []
-    gauges: list[tuple[str, tuple[tuple[str, str], ...], float]] = []
+    counters: list[Row] = []
+    gauges: list[Row] = []
     first_byte: list[int] = []
     first_byte_sum: float = 0.0
 
 
 def merge(first: Snapshot, *others: Snapshot) -> Snapshot:
     """The sum of counters and histograms; gauges are those of the first."""
-    counters: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    counters: dict[tuple[str, Labels], float] = {}
     first_byte = [0] * (len(BUCKETS_S) + 1)
     seconds = 0.0
     for s in (first, *others):
@@ -82,37 +85,6 @@ def merge(first: Snapshot, *others: Snapshot) -> Snapshot:
     return Snapshot([(*key, value) for key, value in counters.items()], list(first.gauges), first_byte, seconds)
 
 
-Labels = tuple[tuple[str, str], ...]
-
-
-class Counters:
-    """Counters of one process life."""
-
-    def __init__(self) -> None:
-        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self._first_byte = [0] * (len(BUCKETS_S) + 1)
-        self._first_byte_sum = 0.0
-
-    def add(self, name: str, amount: float = 1, labels: Labels = ()) -> None:
-        """Adds to one counter. Args: labels: name and value of each, always in the same order."""
-        key = (name, labels)
-        self._values[key] = self._values.get(key, 0) + amount
-
-    def observe_first_byte(self, seconds: float) -> None:
-        """Time from the whole request to the first byte of its answer."""
-        self._first_byte[bisect_left(BUCKETS_S, seconds)] += 1
-        self._first_byte_sum += seconds
-
-    def snapshot(self, gauges: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]) -> Snapshot:
-        """Everything, with the gauges that only the caller knows."""
-        return Snapshot(
-            [(n, labels, v) for (n, labels), v in self._values.items()],
-            [(n, labels, v) for (n, labels), v in gauges.items()],
-            list(self._first_byte),
-            self._first_byte_sum,
-        )
-
-
 def number(value: float) -> str:
     """All digits: a counter of millions has to show that it grew by one."""
     return str(int(value)) if value == int(value) else repr(value)
@@ -122,16 +94,7 @@ def render(snapshot: Snapshot | None) -> str:
     """Prometheus text format 0.0.4. None: the brain does not answer, only `up 0` is known."""
     if snapshot is None:
         return f"# HELP {PREFIX}up {HELP['up']}\n# TYPE {PREFIX}up gauge\n{PREFIX}up 0\n"
-    lines: list[str] = []
-    for kind, rows in (("counter", snapshot.counters), ("gauge", snapshot.gauges)):
-        last = ""
-        for name, labels, value in sorted(rows):
-            if name != last:
-                lines.append(f"# HELP {PREFIX}{name} {HELP[name]}")
-                lines.append(f"# TYPE {PREFIX}{name} {kind}")
-                last = name
-            inner = ",".join(f'{k}="{v}"' for k, v in labels)
-            lines.append(f"{PREFIX}{name}{'{' + inner + '}' if inner else ''} {number(value)}")
+    lines = _families("counter", snapshot.counters) + _families("gauge", snapshot.gauges)
     lines.append(f"# HELP {PREFIX}first_byte_seconds {HELP['first_byte_seconds']}")
     lines.append(f"# TYPE {PREFIX}first_byte_seconds histogram")
     total = 0
@@ -141,3 +104,16 @@ def render(snapshot: Snapshot | None) -> str:
     lines.append(f"{PREFIX}first_byte_seconds_sum {number(snapshot.first_byte_sum)}")
     lines.append(f"{PREFIX}first_byte_seconds_count {total}")
     return "\n".join(lines) + "\n"
+
+
+def _families(kind: str, rows: list[Row]) -> list[str]:
+    lines: list[str] = []
+    last = ""
+    for name, labels, value in sorted(rows):
+        if name != last:
+            lines.append(f"# HELP {PREFIX}{name} {HELP[name]}")
+            lines.append(f"# TYPE {PREFIX}{name} {kind}")
+            last = name
+        inner = ",".join([f'{k}="{v}"' for k, v in labels])
+        lines.append(f"{PREFIX}{name}{'{' + inner + '}' if inner else ''} {number(value)}")
+    return lines

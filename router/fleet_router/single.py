@@ -13,6 +13,7 @@ from fleet_router.brain.answers import Answers
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.host import BrainHost
 from fleet_router.brain.registry import Endpoint
+from fleet_router.counters import Counters
 from fleet_router.edge.answers import EdgeAnswers
 from fleet_router.edge.edge import Edge
 from fleet_router.edge.quota import QuotaReports
@@ -20,7 +21,7 @@ from fleet_router.garbage import Sweeper
 from fleet_router.http.client import Pool
 from fleet_router.link import Channel, LinkServer
 from fleet_router.messages import Ask, Message, News
-from fleet_router.metrics import Counters, Snapshot
+from fleet_router.metrics import Snapshot
 from fleet_router.observed import Observed
 from fleet_router.process import Handover, on_stop, raise_file_limit
 from fleet_router.settings import Settings

@@ -16,12 +16,12 @@ from fleet_contract.prefix import chain_hashes, namespace_hash
 from fleet_contract.worker import WorkerRecord
 from fleet_router.brain import reports
 from fleet_router.brain.brain import Brain
+from fleet_router.counters import Counters
 from fleet_router.decide.events import EventBook
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.keys import STRIDE
 from fleet_router.kv_feed import apply, reader
 from fleet_router.kv_feed.apply import Writer
-from fleet_router.metrics import Counters
 from fleet_router.settings import Settings
 from fleet_testing.fake_events import DIALECTS, OURS, SGLANG, FakePublisher
 from fleet_testing.fake_worker import FakeWorker

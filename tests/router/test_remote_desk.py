@@ -20,12 +20,13 @@ from fleet_router.brain import reports
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.desk_server import DeskServer
 from fleet_router.brain.registry import Endpoint
+from fleet_router.counters import Counters
 from fleet_router.desk import Desk, Lease, Want
 from fleet_router.edge import safe_rule
 from fleet_router.edge.remote_desk import RemoteDesk
 from fleet_router.link import no_answers
 from fleet_router.messages import Ask
-from fleet_router.metrics import Counters, Snapshot, merge
+from fleet_router.metrics import Snapshot, merge
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView
 from fleet_testing.desks import acquire

@@ -27,6 +27,7 @@ from fleet_router.brain.limits import LimitKeeper
 from fleet_router.brain.polled import load_of_others
 from fleet_router.brain.registry import Endpoint, worker_state
 from fleet_router.brain.worker import Worker
+from fleet_router.counters import Counters
 from fleet_router.decide.fleet import Decision, Fleet, Taken
 from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Pick, Speed
@@ -34,7 +35,6 @@ from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
 from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.engines.base import PolledLoad
-from fleet_router.metrics import Counters
 from fleet_router.observed import Observed, ServiceFacts
 from fleet_router.settings import Settings
 from fleet_router.table import Service, ServiceKey, Table, WorkerView, service_of_record, static_services

@@ -10,9 +10,9 @@ from fleet_router.brain.brain import Brain
 from fleet_router.brain.peers import PeerExchange
 from fleet_router.brain.registry import Endpoint, Registry
 from fleet_router.brain.static_workers import StaticWorkers
+from fleet_router.counters import Counters
 from fleet_router.http.client import Pool
 from fleet_router.kv_feed.reader import KvReader
-from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
 from fleet_router.settings import Settings, split_url
 

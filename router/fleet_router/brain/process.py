@@ -17,10 +17,10 @@ from fleet_contract.logs import set_up_logging
 from fleet_router.brain.answers import Answers
 from fleet_router.brain.desk_server import DeskServer
 from fleet_router.brain.host import BrainHost
+from fleet_router.counters import Counters
 from fleet_router.garbage import Sweeper
 from fleet_router.http.client import Pool
 from fleet_router.link import LinkServer
-from fleet_router.metrics import Counters
 from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from fleet_contract.lifeline import die_with_parent
 from fleet_contract.logs import set_up_logging
 from fleet_router import compiled
 from fleet_router.api.dialects import dialect_of
+from fleet_router.counters import Counters
 from fleet_router.desk import Desk
 from fleet_router.edge.access import HANDSHAKE_TIMEOUT_S, Access
 from fleet_router.edge.answers import EdgeAnswers
@@ -36,7 +37,6 @@ from fleet_router.http.server import DataProtocol, ServerState
 from fleet_router.identifiers import random_hex
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
-from fleet_router.metrics import Counters
 from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
 from fleet_router.settings import Settings
 from fleet_router.table import WorkerView

@@ -21,6 +21,7 @@ import msgspec
 from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_router import errors, revisions
+from fleet_router.counters import Counters
 from fleet_router.decide.shares import Use
 from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
@@ -50,7 +51,6 @@ from fleet_router.messages import (
     Welcome,
     WorkerFacts,
 )
-from fleet_router.metrics import Counters
 from fleet_router.observed import ServiceFacts
 from fleet_router.settings import Settings
 from fleet_router.table import Service, ServiceKey, Table, WorkerView

@@ -7,10 +7,10 @@ import socket
 from fleet_router.brain.answers import Answers
 from fleet_router.brain.desk_server import DeskServer
 from fleet_router.brain.host import BrainHost
+from fleet_router.counters import Counters
 from fleet_router.edge.edge import RemoteEdge
 from fleet_router.http.client import Pool
 from fleet_router.link import LinkServer, edge_link_name, listen
-from fleet_router.metrics import Counters
 from fleet_router.observed import Observed
 from fleet_router.settings import Settings
 

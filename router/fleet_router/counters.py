@@ -1,0 +1,36 @@
+"""Counters of one process life; `metrics` adds them up and writes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from fleet_router.metrics import BUCKETS_S, Labels, Snapshot
+
+
+class Counters:
+    """Counters of one process life."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, Labels], float] = {}
+        self._first_byte = [0] * (len(BUCKETS_S) + 1)
+        self._first_byte_sum = 0.0
+
+    def add(self, name: str, amount: float = 1, labels: Labels = ()) -> None:
+        """Adds to one counter. Args: labels: name and value of each, always in the same order."""
+        key = (name, labels)
+        self._values[key] = self._values.get(key, 0) + amount
+
+    def observe_first_byte(self, seconds: float) -> None:
+        """Time from the whole request to the first byte of its answer."""
+        self._first_byte[bisect_left(BUCKETS_S, seconds)] += 1
+        self._first_byte_sum += seconds
+
+    def snapshot(self, gauges: Mapping[tuple[str, Labels], float]) -> Snapshot:
+        """Everything, with the gauges that only the caller knows."""
+        return Snapshot(
+            [(n, labels, v) for (n, labels), v in self._values.items()],
+            [(n, labels, v) for (n, labels), v in gauges.items()],
+            list(self._first_byte),
+            self._first_byte_sum,
+        )
