@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 # Fields of the body that `chat_inputs` looks at: who keeps a body raw decodes those of them that are there.
@@ -23,6 +23,9 @@ RESERVED_VARIABLES: Final = frozenset((
 ))  # fmt: skip
 
 
+_NO_VARIABLES: Final[Mapping[str, Any]] = {}
+
+
 class PromptError(ValueError):
     """The messages cannot be rendered by this model's template: the user's fault, with the reason. `param` is the path of the fault."""
 
@@ -31,15 +34,18 @@ class PromptError(ValueError):
         self.param = param
 
 
-@dataclass(frozen=True, slots=True)
 class ChatInputs:
     """Everything that a chat's prompt depends on, besides the model's files and the date."""
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: list[Any] | None = None
-    continue_final: bool = False  # the last message is left open; then there is no generation prompt
-    add_generation_prompt: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None, continue_final: bool = False, add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+    ) -> None:  # fmt: skip
+        self.messages = messages
+        self.tools = tools
+        self.continue_final = continue_final  # the last message is left open; then there is no generation prompt
+        self.add_generation_prompt = add_generation_prompt
+        self.variables = variables  # `chat_template_kwargs`
 
     @property
     def continued(self) -> str | None:

@@ -71,7 +71,6 @@ class PromptEncoder:
         self.template = _compile(self.template_source) if self.template_source is not None else None
         self._watched = _compile_watching(self.template_source) if self.template_source is not None else None
         self._tool_template = _compile(named["tool_use"]) if "tool_use" in named else self.template
-        # A template that does not know OpenAI's newer name of the system role would leave such a message out in silence.
         self._knows_developer = any("developer" in text for text in named.values())
         self._outlines = [  # without and with a generation prompt
             Outlines(partial(self._render_undated, self.template, g), partial(self._render_undated, self._watched, g)) for g in (False, True)
@@ -122,19 +121,14 @@ class PromptEncoder:
         Args: now: the date that the template may ask for, the same wherever it asks; default: UTC now.
         Raises PromptError, with the template's line where it is the template that refuses.
         """
+        if chat.tools is None and not chat.variables and not chat.continue_final:
+            text = self._outlines[chat.add_generation_prompt].fill(chat.messages)
+            if text is not None:
+                return text
         if self.template is None or self._tool_template is None:
             raise PromptError("this model has no chat template; use /v1/completions")
         template = self.template if chat.tools is None else self._tool_template
-        messages = chat.messages
-        if not self._knows_developer and any(m["role"] == "developer" for m in messages):
-            messages = [_as_system(m) for m in messages]
-        if (
-            chat.continued is None
-            and chat.tools is None
-            and not chat.variables
-            and (text := self._outlines[chat.add_generation_prompt].fill(messages))
-        ):
-            return text
+        messages = self._known_roles(chat.messages)
         mark = ""
         if chat.continued is not None:
             mark = f"\ue000{secrets.token_hex(8)}\ue000"  # nobody can have it in a message
@@ -163,7 +157,11 @@ class PromptEncoder:
         """For an outline. Raises Looked when the template asks for the date."""
         if template is None:
             raise Looked
-        return self._render(template, {}, messages, None, generation, _no_date)
+        return self._render(template, {}, self._known_roles(messages), None, generation, _no_date)
+
+    def _known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """A template that does not know OpenAI's newer name of the system role would leave such a message out in silence."""
+        return messages if self._knows_developer else [_as_system(m) for m in messages]
 
     @cached_property
     def _longest_token(self) -> int:

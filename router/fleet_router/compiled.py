@@ -71,6 +71,7 @@ MODULES: Final = (
     "fleet_router.revisions",
     "fleet_router.table",
     "fleet_text.chains",
+    "fleet_text.chat",
     "fleet_text.outlines",
     "fleet_text.words",
 )

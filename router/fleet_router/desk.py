@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fleet_router.counters import Counters
@@ -56,11 +55,11 @@ class Leg:
         self.released = False
 
 
-@dataclass(slots=True, eq=False)
 class Turn:
     """A request that waits for its lease. `lease` gets None when there is no ready worker any more, or an ApiError."""
 
-    lease: asyncio.Future[Lease | None]
+    def __init__(self, lease: asyncio.Future[Lease | None]) -> None:
+        self.lease = lease
 
 
 class Desk(Protocol):

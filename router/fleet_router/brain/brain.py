@@ -14,7 +14,6 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -54,12 +53,13 @@ _PICKED_OTHER: Final = (("role", "other"),)
 Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 
 
-@dataclass(slots=True, eq=False)
 class QueuedTurn(Turn):
     """It waits while all workers are busy."""
 
-    key: Key
-    request: Waiting
+    def __init__(self, lease: asyncio.Future[Lease | None], key: Key, request: Waiting) -> None:
+        super().__init__(lease)
+        self.key = key
+        self.request = request
 
 
 class WorkerWatcher(Protocol):

@@ -13,7 +13,6 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -80,13 +79,14 @@ class _Holding:
         self.seconds = seconds
 
 
-@dataclass(slots=True, eq=False)
 class _Asked(Turn):
     """A choice that the brain was asked for."""
 
-    number: int
-    want: Want
-    deadline: float  # loop time
+    def __init__(self, lease: asyncio.Future[Lease | None], number: int, want: Want, deadline: float) -> None:
+        super().__init__(lease)
+        self.number = number
+        self.want = want
+        self.deadline = deadline  # loop time
 
 
 class RemoteDesk:
