@@ -15,6 +15,8 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from fleet_router.grid import next_tick
+
 BEAT_S: Final = 0.5
 LOOK_S: Final = 1.0  # between two looks; a look that comes late, since the supervisor had to wait itself, counts as no more than two
 START_S: Final = 60.0  # until the first beat: imports, from a slow disk
@@ -95,6 +97,6 @@ def beat_for_ever(fd: int) -> None:
 
     def beat() -> None:
         os.eventfd_write(fd, 1)
-        loop.call_later(BEAT_S, beat)
+        loop.call_at(next_tick(loop.time(), BEAT_S), beat)
 
     beat()

@@ -22,6 +22,7 @@ from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import Pick
 from fleet_router.desk import Lease, Turn, Want
+from fleet_router.grid import next_tick
 from fleet_router.link import Answer, Channel
 from fleet_router.messages import (
     ASK_AGAIN,
@@ -292,7 +293,8 @@ class DeskServer:
                 else:
                     hurry = True
             session.channel.send(Pulse(synced))
-        self._timer = self._loop.call_later(HURRY_S if hurry else PULSE_S, self._on_timer)
+        now = self._loop.time()
+        self._timer = self._loop.call_at(now + HURRY_S if hurry else next_tick(now, PULSE_S), self._on_timer)
 
     # -- desk: an edge's messages
 

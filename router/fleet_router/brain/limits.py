@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fleet_router.decide.shares import ShareBook, Use, differs
+from fleet_router.grid import next_tick
 from fleet_router.messages import Shares
 
 EVERY_S: Final = 1.0
@@ -62,5 +63,6 @@ class LimitKeeper:
                 self._edges[edge](Shares(share, by_edge[edge], handed.get(edge, {})))
 
     def _on_timer(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._on_timer)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(next_tick(loop.time(), EVERY_S), self._on_timer)
         self.tell({})

@@ -25,6 +25,7 @@ from fleet_router.decide.load import REPORT_LIFE_S
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import Fetch, PolledLoad, key_headers
 from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
+from fleet_router.grid import not_before
 from fleet_router.http.client import Pool, fetch
 from fleet_router.observed import PodFacts
 from fleet_router.target import Target
@@ -32,6 +33,8 @@ from fleet_router.target import Target
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
+COARSE_S: Final = 1.0  # pauses from here on may be a little longer, so that several workers are asked in one go:
+STEP_S: Final = 0.25
 FAST_POLL_S: Final = 0.25  # while an endpoint is not ready
 IDLE_FACTOR: Final = 3  # an idle worker of another engine is asked so much less often: a request finds out by itself when it is gone
 IDLE_LOAD_EVERY: Final = 2  # polls between two questions for the load of a worker that had none
@@ -217,8 +220,9 @@ class Registry:
             pause = self._poll_interval_s if sure else min(FAST_POLL_S, self._poll_interval_s)
             if sure and endpoint.load == PolledLoad():
                 pause *= IDLE_FACTOR
+            until = asyncio.get_running_loop().time() + pause
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout_at(not_before(until, STEP_S) if pause >= COARSE_S else until):
                     await endpoint.wake.wait()
 
     async def _ask(self, endpoint: Endpoint, *, full: bool) -> None:

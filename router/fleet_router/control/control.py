@@ -24,6 +24,17 @@ from fleet_router.process import Handover, on_stop, read_handover
 log = logging.getLogger(__name__)
 
 
+class Server(uvicorn.Server):
+    """Sleeps while nobody asks; uvicorn's own looks ten times a second whether it is to end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.end = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.end.wait()
+
+
 async def serve(handover: Handover) -> int:
     """The process's life."""
     settings = handover.settings
@@ -37,15 +48,17 @@ async def serve(handover: Handover) -> int:
         discovery = Discovery(lambda: kubernetes_source(settings.kubeconfig), link.send_news, settings.relist_interval)
         tasks.append(loop.create_task(discovery.run(), name="discovery"))
     app = create_app(link, settings.max_body_bytes)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=2, date_header=False
+    )
+    server = Server(config)
     http = loop.create_task(server._serve([socket.socket(fileno=handover.listen_fd)]), name="http")  # serve() would take the signals
     stopped = loop.create_task(stop.wait())
     done, _ = await asyncio.wait([http, stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
     failed = [t for t in done if t is not stopped]
     for task in failed:  # none of them ends by itself
         log.error("task %s of the control process ended", task.get_name(), exc_info=task.exception())
-    server.should_exit = True
+    server.end.set()
     for task in tasks:
         task.cancel()
     stopped.cancel()

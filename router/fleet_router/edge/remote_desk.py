@@ -24,6 +24,7 @@ from fleet_router.counters import Counters
 from fleet_router.decide.shares import Use
 from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
+from fleet_router.grid import next_tick
 from fleet_router.link import Answer, Channel, keep_connected
 from fleet_router.messages import (
     Acquire,
@@ -300,7 +301,7 @@ class RemoteDesk:
         channel.send(EdgeHello(self._life, self._index, not self._facts, held, waits, self._draining))
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(REPORT_EVERY_S, self._on_timer)
+        self._set_timer()
 
     def _on_lost(self, channel: Channel) -> None:
         if channel is not self._connected:
@@ -484,4 +485,7 @@ class RemoteDesk:
             log.error("the deciding process says nothing for %.0f s: it is left alone until it answers", SILENCE_S)
             self._connected.abort()
             return
-        self._timer = self._loop.call_later(REPORT_EVERY_S, self._on_timer)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._timer = self._loop.call_at(next_tick(self._loop.time(), REPORT_EVERY_S), self._on_timer)

@@ -21,6 +21,7 @@ from fleet_contract.wire import WireError
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.events import EventBook
+from fleet_router.grid import next_tick
 from fleet_router.kv_feed import follow
 from fleet_router.kv_feed.apply import ORPHAN, UNREADABLE, Content, Writer, tells_epochs
 from fleet_router.kv_feed.follow import Follower, Question
@@ -57,7 +58,6 @@ class KvReader:
         self._brain.stream_of = self.report
         self._brain.streams_settled = self.settled
         self._brain.watch(self)
-        self._tick()
 
     async def close(self) -> None:
         """Ends all streams; the index stays as it is."""
@@ -75,6 +75,8 @@ class KvReader:
         if worker.record.ports.events:
             feed = self._feeds[worker.slot] = _Feed(self, worker)
             feed.start()
+            if self._timer is None:
+                self._set_timer()
 
     def gone(self, worker: Worker) -> None:
         """An incarnation is over; called by the brain, which clears the slot."""
@@ -141,8 +143,14 @@ class KvReader:
         if self._turning:
             self._loop.call_soon(self._turn)
 
+    def _set_timer(self) -> None:
+        self._timer = self._loop.call_at(next_tick(self._loop.time(), TICK_S), self._tick)
+
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(TICK_S, self._tick)
+        """While there are streams."""
+        self._timer = None
+        if self._feeds:
+            self._set_timer()
         now = self._brain.clock()
         for feed in list(self._feeds.values()):
             feed.tick(now)
