@@ -32,7 +32,7 @@ BARS: Final = (
     Bar("turns-bytes", "48 KB chats, ten turns, no tokenizer: added", "us", 1.0, peer="smg", least=False, binding=False),
     Bar("memory", "memory after 200,000 requests", "MiB", 0.5, peer=PEER, least=False),
     Bar("memory", "memory after 200,000 requests", "MiB", 1.0, peer="smg", least=False, binding=False),
-    Bar("memory-slope", "growth over the last 100,000 of them", "MiB", 4.0, peer=None, least=False),
+    Bar("memory-slope", "growth over 100,000 more", "MiB", 4.0, peer=None, least=False),
     Bar("idle-streams", "memory of an open idle stream", "KiB", 64, peer=None, least=False, strict=True),
     Bar("choice-32", "choice, 32 workers x 192 blocks", "us", 40, peer=None, least=False, strict=True),
     Bar("choice-1000", "choice, 1,000 workers x 192 blocks", "us", 150, peer=None, least=False, strict=True),

@@ -80,16 +80,21 @@ def turns_bytes(r: Round) -> Figures:
 
 
 def memory(r: Round, requests: int = MEMORY_REQUESTS) -> Figures:
-    """Resident memory at the half and at the end of many requests, all with prompts of their own."""
-    done, half = 0, 0.0
-    while done < requests:
-        load = run_wrk(r.tools, r.server.url, script(CHATS, start=r.start + done), connections=CONNECTIONS, seconds=2)
-        done += load.requests
-        if not half and done >= requests / 2:
-            half = r.server.memory_bytes()
+    """Resident memory after many requests, all with prompts of their own, and what half as many more add: by then all that is bounded is full."""
+    done = _send(r, 0, requests)
     time.sleep(SETTLE_S)
-    mib = r.server.memory_bytes() / (1 << 20)
-    return {"memory": mib, "memory-slope": mib - half / (1 << 20)}
+    before = r.server.memory_bytes() / (1 << 20)
+    _send(r, done, requests // 2)
+    time.sleep(SETTLE_S)
+    return {"memory": before, "memory-slope": r.server.memory_bytes() / (1 << 20) - before}
+
+
+def _send(r: Round, done: int, requests: int) -> int:
+    """So many chats or a few more. Args: done: those of before. Returns: all of them."""
+    first = done
+    while done - first < requests:
+        done += run_wrk(r.tools, r.server.url, script(CHATS, start=r.start + done), connections=CONNECTIONS, seconds=2).requests
+    return done
 
 
 def idle_streams(r: Round, count: int = IDLE_STREAMS) -> Figures:

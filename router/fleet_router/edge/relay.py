@@ -163,7 +163,7 @@ class _LegSink:
     """One leg's answer."""
 
     def __init__(self, attempt: Attempt, leg: Leg, serving: bool) -> None:
-        self.attempt = attempt
+        self.attempt: Attempt | None = attempt  # until it is over: nothing comes after that, and a circle would be left to the garbage collector
         self.leg = leg
         self.serving = serving
         self.engine = engine_of(leg.worker.record.engine)
@@ -176,6 +176,9 @@ class _LegSink:
         self.body = bytearray()
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        attempt = self.attempt
+        if attempt is None:
+            return
         self.status = status
         for name, value in headers:
             lower = name.lower()
@@ -183,11 +186,14 @@ class _LegSink:
                 self.content_type = value
             elif lower == b"retry-after":
                 self.retry_after = value
-        self.streaming = self.serving and status == 200 and self.attempt.dialect.is_stream(self.content_type)
+        self.streaming = self.serving and status == 200 and attempt.dialect.is_stream(self.content_type)
 
     def on_body(self, data: bytes) -> None:
+        attempt = self.attempt
+        if attempt is None:
+            return
         if self.streaming:
-            self.attempt.on_stream(data)
+            attempt.on_stream(data)
             return
         self.body += data
         if len(self.body) > MAX_ANSWER_BYTES:
@@ -195,35 +201,43 @@ class _LegSink:
             self.fail(ApiError(502, text, type="server_error", code="bad_worker_answer"))
 
     def on_end(self) -> None:
+        attempt = self.attempt
         self.open = False
+        if attempt is None:
+            return
         if self.streaming:
-            self.attempt.on_stream_end(None)
+            attempt.on_stream_end(None)
         elif self.status < 300:
-            self.attempt.on_answer(self, self.answer())
+            attempt.on_answer(self, self.answer())
         else:
             error = self.engine.error(self.status, bytes(self.body))
-            self.attempt.on_failure(self, Failure(error, self.leg.worker, self.answer(), self._may_echo(error)))
+            attempt.on_failure(self, Failure(error, self.leg.worker, self.answer(), attempt.may_echo(error)))
 
     def on_lost(self, error: ApiError) -> None:
+        attempt = self.attempt
         self.open = False
-        if self.streaming and self.attempt.streamed:
-            self.attempt.on_stream_end(error)
+        if attempt is None:
+            return
+        if self.streaming and attempt.streamed:
+            attempt.on_stream_end(error)
         else:
-            self.attempt.on_failure(self, Failure(error, self.leg.worker))
+            attempt.on_failure(self, Failure(error, self.leg.worker))
 
     def answer(self) -> Answer:
         return Answer(self.status, self.content_type, bytes(self.body), self.retry_after)
 
     def fail(self, error: ApiError) -> None:
         """It is ended here, for what it sent or did not send."""
+        attempt = self.attempt
         self.open = False
         if self.handle is not None:
             self.handle.close()
-        self.attempt.on_failure(self, Failure(error, self.leg.worker, is_echo=self._may_echo(error)))
+        if attempt is not None:
+            attempt.on_failure(self, Failure(error, self.leg.worker, is_echo=attempt.may_echo(error)))
 
-    def _may_echo(self, error: ApiError) -> bool:
-        """An engine that is not ours names no cause when it is the other leg's: any 500 of a pair may be that."""
-        return self.attempt.is_foreign_pair and error.status == 500
+    def leave(self) -> None:
+        """The attempt is over."""
+        self.attempt = self.handle = None
 
 
 class Attempt:
@@ -264,9 +278,9 @@ class Attempt:
         self._prompt: Prompt | None = None
         self.rid = random_hex(16)
 
-    @property
-    def is_foreign_pair(self) -> bool:
-        return self._lease.prefill is not None and self._serving.engine.kind != names.ENGINE_OURS
+    def may_echo(self, error: ApiError) -> bool:
+        """An engine that is not ours names no cause when it is the other leg's: any 500 of a pair may be that."""
+        return error.status == 500 and self._lease.prefill is not None and self._serving.engine.kind != names.ENGINE_OURS
 
     def start(self, parsed: Parsed, prompt: Prompt, then: Callable[[Outcome], None]) -> None:
         """Sends the legs. `then` hears the outcome, maybe before this returns. Raises ApiError, and tells no outcome, for what cannot be sent."""
@@ -529,6 +543,8 @@ class Attempt:
         if outcome.failure is None and not outcome.gone:
             self._lease.praise()
         self._lease.release()
+        for sink in self._sinks:
+            sink.leave()
         self._tell(outcome)
 
     def _tell(self, outcome: Outcome) -> None:
