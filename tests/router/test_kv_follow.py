@@ -296,9 +296,9 @@ class StreamMachine(RuleBasedStateMachine):
         self.answers("whole")
         world = self.world
         for _ in range(int(3 * follow.MAX_GIVEN_UP_S // 50)):  # some rounds may be in vain
+            world.pass_time(50.0)  # also when it is believed now: what was lost last has yet to be told
             if world.follower.trust == follow.LIVE:
                 break
-            world.pass_time(50.0)
         world.pass_time(2.0)
         assert world.follower.trust == follow.LIVE, world.follower.trust
         assert world.claimed() == world.engine.held

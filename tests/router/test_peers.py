@@ -499,6 +499,8 @@ async def test_where_a_prompt_of_another_router_went_is_known_for_workers_withou
 ) -> None:
     workers = [await make_worker(), await make_worker()]
     first, second = await make_routers(2, *workers)
+    for fleet in (first, second):
+        fleet.keep_speeds()
     assert all(first.brain.index.is_by_history(slot) for slot in (0, 1))
     text = "a long chat that is told by a few of its keys " * 40
     assert (await first.chat(text)).status_code == 200
