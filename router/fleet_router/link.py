@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_FRAME: Final = 2 << 30  # a question may carry a request's body
 MAX_BUFFERED: Final = 256 << 20  # beyond its last frame: a peer that does not read is as good as dead
 RECONNECT_S: Final = 0.05
+NO_EDGE: Final = b'"no_edge"'  # state of a brain that is new: its edges serve by the safe rule until they have found it
 _length = struct.Struct("<I")
 _ucred = struct.Struct("3i")
 _encoder = msgspec.msgpack.Encoder()
@@ -295,14 +296,23 @@ class LinkClient:
             raise brain_away() from None
 
     async def ask_ready(self) -> Reply:
-        """Whether this router serves: what the brain says, without a brain what any edge says. Raises ApiError 503 when none answers."""
+        """Whether this router serves: what the brain says, without a brain, or before one has its edges, what any edge says.
+
+        Raises ApiError 503 when none answers.
+        """
+        reply: Reply | None = None
+        away: ApiError | None = None
         try:
-            return await self.ask("ready", timeout_s=1.0)
-        except ApiError:
+            reply = await self.ask("ready", timeout_s=1.0)
+        except ApiError as e:
+            away = e
+        if reply is None or NO_EDGE in reply.body:
             for index in range(self._edges):
-                if (reply := await self._ask_edge(index)) is not None:
-                    return reply
-            raise
+                if (said := await self._ask_edge(index)) is not None:
+                    return said
+        if reply is None:
+            raise away or brain_away()
+        return reply
 
     async def _ask_edge(self, index: int) -> Reply | None:
         try:
