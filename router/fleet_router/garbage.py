@@ -31,11 +31,6 @@ class Sweeper:
         self._look_whole()
         asyncio.get_running_loop().call_later(WHOLE_EVERY_S, self._on_timer)
 
-    def stop(self) -> None:
-        """For tests: the process's other code finds it as it was before."""
-        gc.callbacks.remove(self._put_aside)
-        gc.unfreeze()
-
     def check(self) -> None:
         """Looks at everything if the process has grown."""
         if sys.getallocatedblocks() > GROWN * self._blocks + GROWN_BLOCKS:

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from fleet_router.grid import next_tick
+from fleet_router.grid import call_on_tick
 
 BEAT_S: Final = 0.5
 LOOK_S: Final = 1.0  # between two looks; a look that comes late, since the supervisor had to wait itself, counts as no more than two
@@ -97,6 +97,6 @@ def beat_for_ever(fd: int) -> None:
 
     def beat() -> None:
         os.eventfd_write(fd, 1)
-        loop.call_at(next_tick(loop.time(), BEAT_S), beat)
+        call_on_tick(loop, BEAT_S, beat)
 
     beat()

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_FRAME: Final = 2 << 30  # a question may carry a request's body
 MAX_BUFFERED: Final = 256 << 20  # beyond its last frame: a peer that does not read is as good as dead
 RECONNECT_S: Final = 0.05
-NO_EDGE: Final = b'"no_edge"'  # state of a brain that is new: its edges serve by the safe rule until they have found it
+NO_EDGE: Final = "no_edge"  # state of a brain that is new: its edges serve by the safe rule until they have found it
 _length = struct.Struct("<I")
 _ucred = struct.Struct("3i")
 _encoder = msgspec.msgpack.Encoder()
@@ -94,37 +94,12 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = self._loop.time()
-        if not self._in and len(data) >= _length.size and _length.unpack_from(data)[0] == len(data) - _length.size:  # one frame: nearly always
-            try:
-                for message in _decoder.decode(memoryview(data)[_length.size :]):
-                    self._take(message)
-            except Exception:
-                self._break()
-            return
-        self._in += data
-        at = 0
         try:
-            while len(self._in) - at >= _length.size:
-                (length,) = _length.unpack_from(self._in, at)
-                if length > MAX_FRAME:
-                    raise ValueError(f"a frame of {length} bytes")
-                if len(self._in) - at - _length.size < length:
-                    break
-                with memoryview(self._in) as view:
-                    batch = _decoder.decode(view[at + _length.size : at + _length.size + length])
-                at += _length.size + length
-                for message in batch:
-                    self._take(message)
-        except Exception:
-            self._break()
-            return
-        del self._in[:at]
-
-    def _break(self) -> None:
-        """The border between two processes: a message that breaks us must not end all others."""
-        log.exception("a message on the link could not be handled: the connection is closed")
-        self._in = bytearray()
-        self.abort()
+            self._read(data)
+        except Exception:  # the border between two processes: a message that breaks us must not end all others
+            log.exception("a message on the link could not be handled: the connection is closed")
+            self._in = bytearray()
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -188,15 +163,33 @@ class Channel(asyncio.Protocol):
 
     # -- inside
 
+    def _read(self, data: bytes) -> None:
+        """Takes all messages of whole frames. Raises what these raise."""
+        if not self._in and len(data) >= _length.size and _length.unpack_from(data)[0] == len(data) - _length.size:  # one frame: nearly always
+            for message in _decoder.decode(memoryview(data)[_length.size :]):
+                self._take(message)
+            return
+        self._in += data
+        at = 0
+        while len(self._in) - at >= _length.size:
+            (length,) = _length.unpack_from(self._in, at)
+            if length > MAX_FRAME:
+                raise ValueError(f"a frame of {length} bytes")
+            if len(self._in) - at - _length.size < length:
+                break
+            with memoryview(self._in) as view:
+                batch = _decoder.decode(view[at + _length.size : at + _length.size + length])
+            at += _length.size + length
+            for message in batch:
+                self._take(message)
+        del self._in[:at]
+
     def _take(self, message: Message) -> None:
-        kind = type(message)
-        if kind is Reply:
-            assert isinstance(message, Reply)
+        if isinstance(message, Reply):
             future = self._waiting.pop(message.id, None)
             if future is not None and not future.done():
                 future.set_result(message)
-        elif kind is Ask:
-            assert isinstance(message, Ask)
+        elif isinstance(message, Ask):
             task = self._loop.create_task(self._reply(message))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
@@ -300,19 +293,22 @@ class LinkClient:
 
         Raises ApiError 503 when none answers.
         """
-        reply: Reply | None = None
-        away: ApiError | None = None
         try:
             reply = await self.ask("ready", timeout_s=1.0)
-        except ApiError as e:
-            away = e
-        if reply is None or NO_EDGE in reply.body:
-            for index in range(self._edges):
-                if (said := await self._ask_edge(index)) is not None:
-                    return said
-        if reply is None:
-            raise away or brain_away()
+        except ApiError:
+            said = await self._ask_any_edge()
+            if said is None:
+                raise
+            return said
+        if msgspec.json.decode(reply.body).get("status") == NO_EDGE:
+            return await self._ask_any_edge() or reply
         return reply
+
+    async def _ask_any_edge(self) -> Reply | None:
+        for index in range(self._edges):
+            if (reply := await self._ask_edge(index)) is not None:
+                return reply
+        return None
 
     async def _ask_edge(self, index: int) -> Reply | None:
         try:

@@ -31,7 +31,8 @@ async def sweeper() -> Any:
     sweeper = Sweeper()
     sweeper.start()
     yield sweeper
-    sweeper.stop()
+    gc.callbacks.remove(sweeper._put_aside)
+    gc.unfreeze()
     gc.set_threshold(*before)
 
 

@@ -22,8 +22,8 @@ from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import Pick
 from fleet_router.desk import Lease, Turn, Want
-from fleet_router.grid import next_tick
-from fleet_router.link import Answer, Channel
+from fleet_router.grid import call_on_tick
+from fleet_router.link import NO_EDGE, Answer, Channel
 from fleet_router.messages import (
     ASK_AGAIN,
     Acquire,
@@ -146,7 +146,7 @@ class DeskServer:
     def readiness(self) -> dict[str, Any]:
         """Body of /readyz: one edge that serves is enough."""
         synced, draining = self._brain.synced, self._brain.draining
-        state = "draining" if draining else "no_edge" if not self._sessions else "ready" if synced else "syncing"
+        state = "draining" if draining else NO_EDGE if not self._sessions else "ready" if synced else "syncing"
         return {"status": state, "synced": synced, "draining": draining}
 
     def snapshot(self) -> metrics.Snapshot:
@@ -293,8 +293,7 @@ class DeskServer:
                 else:
                     hurry = True
             session.channel.send(Pulse(synced))
-        now = self._loop.time()
-        self._timer = self._loop.call_at(now + HURRY_S if hurry else next_tick(now, PULSE_S), self._on_timer)
+        self._timer = self._loop.call_later(HURRY_S, self._on_timer) if hurry else call_on_tick(self._loop, PULSE_S, self._on_timer)
 
     # -- desk: an edge's messages
 

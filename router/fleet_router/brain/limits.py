@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fleet_router.decide.shares import ShareBook, Use, differs
-from fleet_router.grid import next_tick
+from fleet_router.grid import call_on_tick
 from fleet_router.messages import Shares
 
 EVERY_S: Final = 1.0
@@ -63,6 +63,5 @@ class LimitKeeper:
                 self._edges[edge](Shares(share, by_edge[edge], handed.get(edge, {})))
 
     def _on_timer(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(next_tick(loop.time(), EVERY_S), self._on_timer)
+        self._timer = call_on_tick(asyncio.get_running_loop(), EVERY_S, self._on_timer)
         self.tell({})

@@ -21,7 +21,7 @@ from fleet_contract import names
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.peers import Identity, PeerBook, PeerMessage
-from fleet_router.grid import next_tick
+from fleet_router.grid import call_on_tick
 from fleet_router.observed import RouterFacts
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class PeerExchange:
                 self._send_whole()
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_at(next_tick(self._loop.time(), TICK_S), self._tick)
+        self._timer = call_on_tick(self._loop, TICK_S, self._tick)
         if self._loop.time() - self._whole_at >= WHOLE_S - TICK_S / 2:
             self._send_whole()
         silent = self._book.tick(self._brain.clock())

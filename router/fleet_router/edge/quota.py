@@ -8,7 +8,7 @@ from typing import Final
 
 from fleet_router.decide.shares import Use
 from fleet_router.edge.callers import Callers
-from fleet_router.grid import next_tick
+from fleet_router.grid import call_on_tick
 from fleet_router.messages import Shares
 
 EVERY_S: Final = 1.0
@@ -27,7 +27,7 @@ class QuotaReports:
 
     def start(self) -> None:
         """Reports from now on."""
-        self._timer = self._loop.call_at(next_tick(self._loop.time(), EVERY_S), self._report)
+        self._timer = call_on_tick(self._loop, EVERY_S, self._report)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -45,6 +45,6 @@ class QuotaReports:
             self._timer = self._loop.call_later(SOON_S, self._report)
 
     def _report(self) -> None:
-        self._timer = self._loop.call_at(next_tick(self._loop.time(), EVERY_S), self._report)
+        self._timer = call_on_tick(self._loop, EVERY_S, self._report)
         if uses := self._callers.uses():
             self._send(uses)

@@ -24,7 +24,7 @@ from fleet_router.counters import Counters
 from fleet_router.decide.shares import Use
 from fleet_router.desk import Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
-from fleet_router.grid import next_tick
+from fleet_router.grid import call_on_tick
 from fleet_router.link import Answer, Channel, keep_connected
 from fleet_router.messages import (
     Acquire,
@@ -488,4 +488,4 @@ class RemoteDesk:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        self._timer = self._loop.call_at(next_tick(self._loop.time(), REPORT_EVERY_S), self._on_timer)
+        self._timer = call_on_tick(self._loop, REPORT_EVERY_S, self._on_timer)

@@ -21,7 +21,7 @@ from fleet_contract.wire import WireError
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.events import EventBook
-from fleet_router.grid import next_tick
+from fleet_router.grid import call_on_tick
 from fleet_router.kv_feed import follow
 from fleet_router.kv_feed.apply import ORPHAN, UNREADABLE, Content, Writer, tells_epochs
 from fleet_router.kv_feed.follow import Follower, Question
@@ -144,7 +144,7 @@ class KvReader:
             self._loop.call_soon(self._turn)
 
     def _set_timer(self) -> None:
-        self._timer = self._loop.call_at(next_tick(self._loop.time(), TICK_S), self._tick)
+        self._timer = call_on_tick(self._loop, TICK_S, self._tick)
 
     def _tick(self) -> None:
         """While there are streams."""
