@@ -1,4 +1,5 @@
-"""Random identifiers for requests, out of a store of random bytes: one system call for many of them. One event loop per process uses it."""
+"""Identifiers of requests: the clients' own, or random ones out of a store of random bytes: one system call for many. One event loop per
+process uses it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import os
 from typing import Final
 
 STORE_BYTES: Final = 4096
+MAX_REQUEST_ID: Final = 128
+_REQUEST_ID_CHARS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 _store, _at = b"", 0
+
+
+def make_request_id(given: bytes | None) -> str:
+    """The client's X-Request-Id when it is sane, else a new one."""
+    if given and len(given) <= MAX_REQUEST_ID and _REQUEST_ID_CHARS.issuperset(given):
+        return given.decode("ascii")
+    return "req-" + random_hex(12)
 
 
 def random_hex(size: int) -> str:

@@ -63,6 +63,7 @@ class Service(Generic[W]):
         self.workers = workers if workers is not None else []
         self.adapters: set[str] = set()  # LoRA adapters that some of the workers have
         self._units: dict[str, int] | None = None  # every change of a worker makes a new table
+        self._models: dict[str, str] = {}
 
     @property
     def label(self) -> str:
@@ -76,6 +77,14 @@ class Service(Generic[W]):
                 self._units = self._count_units(())
             return self._units
         return self._count_units(exclude)
+
+    def model_of(self, revision: str) -> str:
+        """The model revision of a revision's ready workers; empty without any."""
+        model = self._models.get(revision)
+        if model is None:
+            model = next((w.record.model_revision for w in self.workers if w.routable and w.record.revision == revision), "")
+            self._models[revision] = model
+        return model
 
     def _count_units(self, exclude: Collection[WorkerView]) -> dict[str, int]:
         counts: dict[str, dict[str, int]] = {}

@@ -22,7 +22,7 @@ from fleet_router.brain.registry import Registry
 from fleet_router.control.discovery import PODS, SERVICES, Discovery, Json
 from fleet_router.decide.retry import BUDGET_FLOOR
 from fleet_router.desk import Want
-from fleet_router.http.client import Pool
+from fleet_router.http.client import Pool, Sink
 from fleet_testing import chaos_router, promises
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
@@ -129,7 +129,13 @@ async def test_a_connection_that_is_reset_at_once_is_no_request_without_an_end()
     """As by a worker that is killed between its accept and our turn."""
     loop, pool, lost = asyncio.get_running_loop(), Pool(), []
 
-    class Sink:
+    class Lost(Sink):
+        def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+
+        def on_body(self, data: bytes) -> None: ...
+
+        def on_end(self) -> None: ...
+
         def on_lost(self, error: ApiError) -> None:
             lost.append(error.code)
 
@@ -141,7 +147,7 @@ async def test_a_connection_that_is_reset_at_once_is_no_request_without_an_end()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(loop), "create_connection", lambda self, *args: connect(*args))
-        pool.start("127.0.0.1", 1, (b"x",), Sink())  # type: ignore[arg-type]
+        pool.start("127.0.0.1", 1, (b"x",), Lost())
         await until(lambda: bool(lost), "the request has an end", 2)
     assert lost == ["worker_unreachable"] and not pool._open
 

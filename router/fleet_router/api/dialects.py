@@ -15,6 +15,11 @@ from fleet_contract.errors import ApiError
 
 EVENT_STREAM: Final = b"text/event-stream"
 JSON_LINES: Final = b"application/x-ndjson"
+MAX_DIGITS: Final = 11  # of a number of tokens
+_SPACE: Final = ord(" ")
+_ZERO: Final = ord("0")
+_NINE: Final = ord("9")
+_BEHIND: Final = b",}] \t\r\n"  # what may follow a number
 _ANTHROPIC_TYPES: Final = (
     errors.AUTHENTICATION, errors.PERMISSION, errors.NOT_FOUND, errors.RATE_LIMIT, errors.OVERLOADED, errors.TIMEOUT, errors.INVALID_REQUEST,
 )  # fmt: skip
@@ -48,12 +53,16 @@ class Dialect:
 
     def event_end(self, data: bytes) -> int:
         """Where the last whole event of `data` ends; 0 without one."""
+        if data.endswith(b"\n\n"):
+            return len(data)
         end = data.rfind(b"\n\n") + 2
         other = data.rfind(b"\n\r\n") + 3
         return max(end if end > 1 else 0, other if other > 2 else 0)
 
     def events(self, data: bytes) -> int:
         """How many events these whole ones are."""
+        if data.find(b"\n") == len(data) - 2:  # one event of one line: nearly always
+            return 1
         return data.count(b"\n\n") or data.count(b"\n\r\n")
 
     def last_words(self, data: bytes) -> tuple[bool, bool]:
@@ -191,5 +200,12 @@ def last_number(text: bytes, name: bytes) -> int | None:
     at = text.rfind(name)
     if at < 0:
         return None
-    digits = text[at + len(name) : at + len(name) + 12].lstrip(b" ").split(b",")[0].split(b"}")[0].strip()
-    return int(digits) if digits.isdigit() else None
+    at += len(name)
+    end = len(text)
+    while at < end and text[at] == _SPACE:
+        at += 1
+    value, first = 0, at
+    while at < end and at < first + MAX_DIGITS and _ZERO <= text[at] <= _NINE:
+        value = value * 10 + text[at] - _ZERO
+        at += 1
+    return value if at > first and (at == end or text[at] in _BEHIND) else None

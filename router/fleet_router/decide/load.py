@@ -125,7 +125,8 @@ class LoadTable:
     """The matrix: one column per slot."""
 
     def __init__(self) -> None:
-        self._matrix: npt.NDArray[np.float64] = np.ones((NUM_ROWS, 8))
+        self.width = 8  # slots that the matrix has room for
+        self._matrix: npt.NDArray[np.float64] = np.ones((NUM_ROWS, self.width))
         self._changed: set[SlotLoad] = set()  # columns that are not written yet
         self.slots: dict[int, SlotLoad] = {}
         self.version = 0  # of speeds
@@ -136,11 +137,6 @@ class LoadTable:
         self.shared = False  # changes are kept in `unsent` until `take_unsent`
         self.on_unsent: Callable[[], None] = lambda: None  # there is something again
         self._unsent: set[SlotLoad] = set()
-
-    @property
-    def width(self) -> int:
-        """Slots that the matrix has room for."""
-        return int(self._matrix.shape[1])
 
     @property
     def matrix(self) -> npt.NDArray[np.float64]:
@@ -160,6 +156,7 @@ class LoadTable:
         assert slot not in self.slots, slot
         while slot >= self.width:
             self._matrix = np.concatenate([self._matrix, np.ones_like(self._matrix)], axis=1)
+            self.width *= 2
         load = self.slots[slot] = SlotLoad(self, slot, speed, learn=learn)
         load.refresh()
         return load

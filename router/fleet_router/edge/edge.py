@@ -34,7 +34,7 @@ from fleet_router.http.client import Pool
 from fleet_router.http.listening import listen_on
 from fleet_router.http.request import Limits
 from fleet_router.http.server import DataProtocol, ServerState
-from fleet_router.identifiers import random_hex
+from fleet_router.identifiers import make_request_id
 from fleet_router.link import Channel, LinkServer, edge_link_name, listen
 from fleet_router.messages import Ask
 from fleet_router.process import Handover, on_stop, raise_file_limit, read_handover
@@ -44,20 +44,11 @@ from fleet_text.chains import MAX_BYTES
 
 log = logging.getLogger(__name__)
 
-_REQUEST_ID_CHARS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
-MAX_REQUEST_ID: Final = 128
 RESERVED_FILES: Final = 128  # for what is no client's: logs, link, questions to workers, idle connections, refusals
 FILES_PER_REQUEST: Final = 3  # the client's connection and two legs
 TABLE_WAIT_S: Final = 5.0
 DELAYS_UNTIL_QUIET: Final = 10  # drain delays after which a load balancer that still sends is not waited for
 DELAYS_IDLE: Final = 3  # drain delays that an idle connection is kept: with 3 s longer than clients usually keep one (httpx: 5 s)
-
-
-def make_request_id(given: bytes | None) -> str:
-    """The client's X-Request-Id when it is sane, else a new one."""
-    if given and len(given) <= MAX_REQUEST_ID and _REQUEST_ID_CHARS.issuperset(given):
-        return given.decode("ascii")
-    return "req-" + random_hex(12)
 
 
 def max_connections(max_files: int) -> int:

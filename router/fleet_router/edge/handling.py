@@ -86,11 +86,12 @@ class Dispatcher:
 
     def model_revision(self, service: Service[Any], revision: str) -> str:
         """Of the revision's ready workers; asks for its tokenizer when it is not here."""
-        for w in service.workers:
-            if w.routable and w.record.revision == revision:
-                self.encoders.want(w.record, w.host)
-                return str(w.record.model_revision)
-        return ""
+        model_revision = service.model_of(revision)
+        if self.encoders.get(model_revision) is None:
+            worker = next((w for w in service.workers if w.routable and w.record.revision == revision), None)
+            if worker is not None:
+                self.encoders.want(worker.record, worker.host)
+        return model_revision
 
     def note(self, failure: Failure) -> None:
         """Tells registry and brain what a failure says about the worker."""

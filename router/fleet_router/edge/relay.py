@@ -23,7 +23,7 @@ from fleet_router.counters import Counters
 from fleet_router.desk import Lease, Leg
 from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
-from fleet_router.http.client import Handle, Pool, collect, fetch
+from fleet_router.http.client import Handle, Pool, Sink, collect, fetch
 from fleet_router.http.exchange import Exchange
 from fleet_router.identifiers import random_hex
 from fleet_router.table import WorkerView
@@ -159,7 +159,7 @@ class Aborter:
             log.debug("a request that frees memory failed", extra={"worker": worker.name, "reason": e.message})
 
 
-class _LegSink:
+class _LegSink(Sink):
     """One leg's answer."""
 
     def __init__(self, attempt: Attempt, leg: Leg, serving: bool) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from fleet_contract import names
 from fleet_contract.errors import ApiError
-from fleet_contract.wire import RoutedHeaders
+from fleet_contract.wire import RoutedHeaders, routed_alone
 from fleet_contract.worker import AbortRequest, PrefillAnswer, WorkerRecord
 from fleet_router.desk import Leg
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, post
@@ -94,12 +94,14 @@ def request(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> Parts:
 def _routed(sending: Sending, leg: Leg, rooms: tuple[int, ...]) -> list[tuple[str, str]]:
     """What the router tells a worker beside the client's request."""
     prefill = sending.lease.prefill
+    if prefill is None:
+        return routed_alone(sending.rid, sending.lease.pick_id, leg.pick_number, sending.deadline_ms)
     return RoutedHeaders(
         rid=sending.rid,
         pick=(sending.lease.pick_id, leg.pick_number),
         deadline_ms=sending.deadline_ms,
-        leg=None if prefill is None else names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
+        leg=names.ROLE_PREFILL if leg is prefill else names.ROLE_DECODE,
         rooms=rooms,
-        bootstrap=None if prefill is None else f"{prefill.worker.host}:{prefill.worker.record.ports.bootstrap}",
-        prefill_incarnation=None if prefill is None else prefill.worker.record.incarnation,
+        bootstrap=f"{prefill.worker.host}:{prefill.worker.record.ports.bootstrap}",
+        prefill_incarnation=prefill.worker.record.incarnation,
     ).items()

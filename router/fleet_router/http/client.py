@@ -12,15 +12,17 @@ import contextlib
 import errno
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 
 from fleet_contract.errors import ApiError
 from fleet_router import errors
+from fleet_router.http.chunk import whole_chunk
 
 CONNECT_TIMEOUT_S = 3.0
 IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
@@ -32,16 +34,24 @@ MAX_HEADS = 256  # heads of answers that are known
 MAX_KNOWN_HEAD = 1 << 10  # bytes of each
 
 
-class Sink(Protocol):
+class Sink(ABC):
     """What a request's answer flows into. After `on_end` or `on_lost` nothing more comes."""
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+    @abstractmethod
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Status and header lines."""
 
-    def on_body(self, data: bytes) -> None: ...
+    @abstractmethod
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body."""
 
-    def on_end(self) -> None: ...
+    @abstractmethod
+    def on_end(self) -> None:
+        """The answer is whole."""
 
-    def on_lost(self, error: ApiError) -> None: ...
+    @abstractmethod
+    def on_lost(self, error: ApiError) -> None:
+        """It will never be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class Connection(asyncio.Protocol):
         self._raw_head = b""
         self._paused = False
         self._pieces: list[bytes] = []  # of the body, read in this turn
+        self._between = False  # the parser stands before a chunk, and no byte of it came
 
     # -- asyncio.Protocol
 
@@ -93,12 +104,18 @@ class Connection(asyncio.Protocol):
                 return
             self._raw_head = raw
             self._parser = httptools.HttpResponseParser(self)
+        elif self._between and (piece := whole_chunk(data)) is not None:  # a token of a stream, nearly always
+            self.sink.on_body(piece)
+            return
+        self._between = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
             self._pass_body()
             self._lose(f"it broke HTTP: {e}")
         else:
+            if not data.endswith(b"\r\n"):
+                self._between = False  # the next chunk has begun
             self._pass_body()
 
     def eof_received(self) -> None:
@@ -137,7 +154,14 @@ class Connection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
+
     def on_message_complete(self) -> None:
+        self._between = False
         if self._status < 200:
             self._headers, self._raw_head = [], b""
             return
@@ -227,10 +251,8 @@ class Connection(asyncio.Protocol):
             sink.on_lost(errors.worker_lost(f"{self.address[0]}:{self.address[1]}", why))
 
 
-class Handle:
+class Handle(Sink):
     """A request under way: the right to end it. Survives the silent reconnect. It passes the answer to the caller's sink until it is closed."""
-
-    __slots__ = ("connection", "done", "sink", "task")
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -376,7 +398,7 @@ def _connect_error(address: tuple[str, int], e: OSError) -> ApiError:
     return errors.worker_unreachable(f"{address[0]}:{address[1]}", why)
 
 
-class _Collect:
+class _Collect(Sink):
     """Sink of `fetch`."""
 
     def __init__(self, limit: int) -> None:

@@ -22,6 +22,7 @@ from fleet_contract.errors import ApiError
 from fleet_router.http.exchange import Exchange, HeaderLines
 from fleet_router.http.head import INVALID, Head, answer_begin, body_too_large, error_lines, know_head, path_of, too_many_connections, without_upgrade
 from fleet_router.http.held import HeldBodies
+from fleet_router.http.outbox import Outbox
 from fleet_router.http.request import Limits, Request
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ServerState:
     draining: bool = False
     last_request_s: float = 0.0  # while draining: how long an idle connection may still bring a request
     heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
+    outbox: Outbox = field(default_factory=Outbox)
     bodies: HeldBodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,20 +102,20 @@ class HttpExchange(Exchange):
         if not self._chunked:
             self.request.keep_alive = False
         framing = b"Transfer-Encoding: chunked\r\n" if self._chunked else b""
-        self._protocol.write(self._head(200, content_type, ((b"Cache-Control", b"no-cache"),), framing))
+        self._protocol.write_soon(self._head(200, content_type, ((b"Cache-Control", b"no-cache"),), framing))
 
     def write(self, data: bytes) -> None:
         if self._chunked:
-            self._protocol.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._protocol.write_soon(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._protocol.write(data)
+            self._protocol.write_soon(data)
 
     def finish(self) -> None:
         if self.ended:
             return
         self.ended = True
         if self._chunked:
-            self._protocol.write(b"0\r\n\r\n")
+            self._protocol.write_soon(b"0\r\n\r\n")
         self._protocol.answer_done(self)
 
     def cut(self) -> None:
@@ -151,6 +153,7 @@ class DataProtocol(asyncio.Protocol):
         self._then: Callable[[], None] | None = None
         self._raw_head = b""  # of the message that is parsed now, when it came whole
         self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent: list[bytes] = []  # of a stream, in this turn of the loop
         self._written = 0
         self._flushed = 0
         self._closed_for_reading = False
@@ -349,6 +352,8 @@ class DataProtocol(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Bytes to the client; starts the watch on a client that does not read."""
+        if self._unsent:
+            self.flush()
         if self.transport is None or self.transport.is_closing():
             return
         self._written += len(data)
@@ -359,6 +364,22 @@ class DataProtocol(asyncio.Protocol):
         if self._write_timer is None:
             self._flushed = self._written - self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
+
+    def write_soon(self, data: bytes) -> None:
+        """A piece of a stream, with those of other streams."""
+        if len(data) > SMALL_PIECE:
+            self.write(data)
+            return
+        if not self._unsent:
+            self.state.outbox.add(self.flush, self.loop)
+        self._unsent.append(data)
+
+    def flush(self) -> None:
+        """Writes what was kept back for this turn. Again is nothing."""
+        pieces = self._unsent
+        if pieces:
+            self._unsent = []
+            self.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _unpause(self) -> None:
         """When the transport, which has looked meanwhile, sees nothing to wait for it tells nothing."""
@@ -410,7 +431,7 @@ class DataProtocol(asyncio.Protocol):
         """The interim answer to a client that asked for it, when it is this request's turn."""
         if self._owes_continue and self.exchange is None and not self._waiting and self.transport is not None:
             self._owes_continue = False
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _check_framing(self, count: int) -> None:
         """A body in chunks may not be mostly what stands between them."""
@@ -555,6 +576,7 @@ class DataProtocol(asyncio.Protocol):
     def _close(self) -> None:
         """Ends the connection after what is written. A client that may still be sending is read from for a while: bytes that meet a closed
         socket would reset it, and the client would lose our answer."""
+        self.flush()
         self._disarm()
         self._cancel_timer()
         transport = self.transport
