@@ -88,7 +88,9 @@ def churn(changes: int, live_blocks: int, seed: int) -> None:
     """Random stores and removes on 8 workers, then all are removed; prints what the process took. For a process of its own."""
     from fleet_router.decide.index import PrefixIndex
     from fleet_router.decide.lives import GPU
+    from fleet_router.process import give_back_large_blocks
 
+    give_back_large_blocks()  # as every process of the router
     rng, me, slots = random.Random(seed), psutil.Process(), SLOTS
     index = PrefixIndex()
     for slot in range(slots):
