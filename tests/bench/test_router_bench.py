@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+import fleet_router
 from fleet_bench.peers.bars import exit_code, judge
 from fleet_bench.peers.servers import Server, ServerFailed
 from fleet_bench.router import __main__ as bench
@@ -59,6 +61,15 @@ def test_wrong_choices_are_named_with_what_is_allowed(capsys: pytest.CaptureFixt
     assert bench.main(["--scenarios", "speed"]) == 2
     said = capsys.readouterr().err
     assert "speed" in said and "chats-bytes" in said
+    assert bench.main(["--python", "/nowhere/python3"]) == 2
+    assert "--python /nowhere/python3 is no file" in capsys.readouterr().err
+
+
+def test_another_interpreter_runs_ours_with_the_packages_of_this_one() -> None:
+    kind = ours("ours", ["http://127.0.0.1:1"], python="/other/python3")
+    assert kind.argv(1, 2)[0] == "/other/python3"
+    assert str(Path(fleet_router.__file__).parents[1]) in kind.environment["PYTHONPATH"].split(os.pathsep)
+    assert not ours("ours", []).environment
 
 
 def test_streams_of_the_real_router_are_measured_over_mock_workers() -> None:

@@ -19,14 +19,20 @@ START_S: Final = 60.0
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-def ours(name: str, urls: Sequence[str], flags: Sequence[str] = ()) -> Kind:
-    """Our router over static workers. Args: flags: more of radixfleet-router."""
+def ours(name: str, urls: Sequence[str], flags: Sequence[str] = (), python: str = sys.executable) -> Kind:
+    """Our router over static workers.
+
+    Args:
+        flags: more of radixfleet-router.
+        python: another interpreter of the same version, which runs it with the packages of this one.
+    """
+    environment = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} if python != sys.executable else {}
 
     def argv(port: int, second: int) -> list[str]:
         where = ["--host", "127.0.0.1", "--data-port", str(port), "--control-host", "127.0.0.1", "--control-port", str(second)]
-        return [sys.executable, "-m", "fleet_router", "--static", ",".join(urls), *where, "--log-level", "warning", *flags]
+        return [python, "-m", "fleet_router", "--static", ",".join(urls), *where, "--log-level", "warning", *flags]
 
-    return Kind(name, argv)
+    return Kind(name, argv, environment)
 
 
 def peer(name: str, python: Path, module: str, urls: Sequence[str]) -> Kind:
