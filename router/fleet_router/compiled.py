@@ -25,6 +25,7 @@ GROUP: Final = "fleet_router__mypyc"  # the library that holds the code of all m
 MODULES: Final = (
     "fleet_contract.prefix",
     "fleet_contract.wire",
+    "fleet_router.alarms",
     "fleet_router.api.body",
     "fleet_router.api.canonical",
     "fleet_router.api.dialects",

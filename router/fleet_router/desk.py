@@ -7,7 +7,7 @@ methods that do not wait return at once and count before they return.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from fleet_router.counters import Counters
@@ -55,10 +55,61 @@ class Leg:
         self.released = False
 
 
+class Promise:
+    """A lease that will come, None, or an error: what a future of asyncio is, but whoever waits hears it in the moment it comes.
+
+    With a `loop` it is told in that loop's next turn, when whoever gives it has done all else.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
+        self._then: Callable[[Promise], None] | None = None
+        self._lease: Lease | None = None
+        self._error: Exception | None = None
+        self.done = False
+        self.cancelled = False
+
+    def when_done(self, then: Callable[[Promise], None]) -> None:
+        """`then` is called once, unless it is cancelled. One waits, from the beginning."""
+        assert self._then is None and not self.done
+        self._then = then
+
+    def give(self, lease: Lease | None, error: Exception | None = None) -> None:
+        """It is here. An error: in its place."""
+        assert not self.done
+        self.done, self._lease, self._error = True, lease, error
+        if self._loop is not None:
+            self._loop.call_soon(self._tell)
+        else:
+            self._tell()
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self.done = self.cancelled = True
+        self._then = None
+
+    def result(self) -> Lease | None:
+        """Of one that is done. Raises its error."""
+        if self._error is not None:
+            raise self._error
+        return self._lease
+
+    def take_back(self) -> None:
+        """What came and was not heard is released."""
+        self._then = None
+        if self._lease is not None:
+            self._lease.release()
+
+    def _tell(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(self)
+
+
 class Turn:
     """A request that waits for its lease. `lease` gets None when there is no ready worker any more, or an ApiError."""
 
-    def __init__(self, lease: asyncio.Future[Lease | None]) -> None:
+    def __init__(self, lease: Promise) -> None:
         self.lease = lease
 
 

@@ -48,6 +48,8 @@ def by_events(*slots: int, engine_blocks: int = 10_000) -> PrefixIndex:
 def depth(index: PrefixIndex, slot: int, prompt: list[int], tier: int = GPU) -> int:
     """Blocks that a lookup promises for one worker."""
     gpu, host, disk = index.hits(prompt, 16)
+    few = index.few_hits(prompt, 16)
+    assert few == gpu.tolist() if few is not None else host is not None or index.is_told or index._doubted
     found = gpu[slot] + (host[slot] if tier >= HOST and host is not None else 0) + (disk[slot] if tier >= DISK and disk is not None else 0)
     return int(found) // BLOCK_TOKENS
 

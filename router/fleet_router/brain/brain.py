@@ -32,7 +32,7 @@ from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Pick, Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
-from fleet_router.desk import Lease, Leg, Turn, Want
+from fleet_router.desk import Lease, Leg, Promise, Turn, Want
 from fleet_router.engines.base import PolledLoad
 from fleet_router.observed import Observed, ServiceFacts
 from fleet_router.settings import Settings
@@ -56,7 +56,7 @@ Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 class QueuedTurn(Turn):
     """It waits while all workers are busy."""
 
-    def __init__(self, lease: asyncio.Future[Lease | None], key: Key, request: Waiting) -> None:
+    def __init__(self, lease: Promise, key: Key, request: Waiting) -> None:
         super().__init__(lease)
         self.key = key
         self.request = request
@@ -226,26 +226,25 @@ class Brain:
         decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude, prompt_only=want.prompt_only)
         if decision is not None:
             return self._lease(want, decision)
-        future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, want.prompt_only, (want, future))
+        promise = Promise(asyncio.get_running_loop())
+        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, want.prompt_only, (want, promise))
         try:
             self.deciding.wait(key, request)
         except QueueFull as e:
             raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
         self._look_soon()
         self._set_timer()
-        return QueuedTurn(future, key, request)
+        return QueuedTurn(promise, key, request)
 
     def leave(self, turn: Turn) -> None:
         """Whoever waits is gone; what it may just have got is given back."""
         assert isinstance(turn, QueuedTurn)
         if turn.request.queued:
             self.deciding.queues[turn.key].withdraw(turn.request)
-        future = turn.lease
-        if not future.done():
-            future.cancel()
-        elif not future.cancelled() and future.exception() is None and (lease := future.result()) is not None:
-            lease.release()
+        if not turn.lease.done:
+            turn.lease.cancel()
+        else:
+            turn.lease.take_back()
 
     async def explain(self, want: Want) -> dict[str, Any] | None:
         """The decision that would be made now, in words, without making it."""
@@ -439,7 +438,7 @@ class Brain:
 
     def _look_soon(self) -> None:
         """Something may have freed a worker: the queues are looked at once in this turn of the loop."""
-        if not self._looking and any(len(queue) for queue in self.deciding.queues.values()):
+        if not self._looking and self.deciding.anybody_waits:
             self._looking = True
             asyncio.get_running_loop().call_soon(self._look)
 
@@ -450,13 +449,13 @@ class Brain:
         for key, queue in self.queues():
             while len(queue) and (found := self.deciding.pump(key, now)) is not None:
                 request, decision = found
-                want, future = request.tag
-                if not future.done():
-                    future.set_result(self._lease(want, decision))
+                want, promise = request.tag
+                if not promise.done:
+                    promise.give(self._lease(want, decision))
         for request, wait_s in self.deciding.too_late(now):
-            want, future = request.tag
-            if not future.done():
-                future.set_exception(errors.all_busy(self.label(want.service), now - request.arrived, wait_s))
+            want, promise = request.tag
+            if not promise.done:
+                promise.give(None, errors.all_busy(self.label(want.service), now - request.arrived, wait_s))
         self._leave_to_others(now)
 
     def _set_timer(self) -> None:

@@ -21,7 +21,7 @@ from fleet_router.brain import reports
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import Pick
-from fleet_router.desk import Lease, Turn, Want
+from fleet_router.desk import Lease, Promise, Turn, Want
 from fleet_router.grid import call_on_tick
 from fleet_router.link import NO_EDGE, Answer, Channel
 from fleet_router.messages import (
@@ -315,16 +315,17 @@ class DeskServer:
             self._give(session, number, turn)
             return
         session.turns[number] = turn
-        turn.lease.add_done_callback(lambda future: self._turn_came(session, number, future))
+        turn.lease.when_done(lambda promise: self._turn_came(session, number, promise))
 
-    def _turn_came(self, session: _Session, number: int, future: asyncio.Future[Lease | None]) -> None:
-        if future.cancelled() or session.turns.pop(number, None) is None:
+    def _turn_came(self, session: _Session, number: int, promise: Promise) -> None:
+        if session.turns.pop(number, None) is None:
             return
-        error = future.exception()
-        if isinstance(error, ApiError):
-            session.channel.send(Refused.of(number, error))
+        try:
+            lease = promise.result()
+        except ApiError as e:
+            session.channel.send(Refused.of(number, e))
         else:
-            self._give(session, number, future.result())
+            self._give(session, number, lease)
 
     def _give(self, session: _Session, number: int, lease: Lease | None) -> None:
         if lease is None:

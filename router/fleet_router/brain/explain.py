@@ -58,7 +58,7 @@ class Choice(Struct, frozen=True):
                 parts = {name: float(getattr(t, name)[n]) for name in ("wait", "work", "decode", "room", "penalty")}
                 workers.append(
                     {
-                        "worker": members[slot].name, "role": members[slot].role, "chosen": slot in chosen, "hitTokens": int(d.hits.gpu[slot]),
+                        "worker": members[slot].name, "role": members[slot].role, "chosen": slot in chosen, "hitTokens": int(d.hits.of(slot)),
                         "costSeconds": sum(parts.values()), **parts,
                     }
                 )  # fmt: skip

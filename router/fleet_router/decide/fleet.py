@@ -18,6 +18,7 @@ from fleet_router.decide.rivals import Rivals
 from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, FewTerms, Hits, Pool, Terms
 from fleet_router.decide.told import Prefix, some
 
+FEW_SLOTS: Final = 16  # up to which a list is cheaper than an array
 SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
 
@@ -50,7 +51,7 @@ class Taken:
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the worker which computes it should have."""
-        return int(self.decision.hits.gpu[self.decision.chosen.first])
+        return int(self.decision.hits.of(self.decision.chosen.first))
 
 
 class Fleet:
@@ -105,10 +106,12 @@ class Fleet:
 
     def look_up(self, keys: Sequence[int], key_tokens: float = 0.0) -> Hits:
         """Hits of a prompt in all slots. Args: key_tokens: see `Ask`."""
-        hits = Hits(*self.index.hits(keys, self.load.width, key_tokens))
+        width = self.load.width
+        few = self.index.few_hits(keys, width, key_tokens) if width <= FEW_SLOTS else None
+        hits = Hits(few) if few is not None else Hits(*self.index.hits(keys, width, key_tokens))
         if not key_tokens:
             for slot, page in self._coarse.items():  # the index knows parts of its pages
-                hits.gpu[slot] -= hits.gpu[slot] % page
+                hits.lessen(slot, hits.of(slot) % page)
         return hits
 
     def decide(self, pool: Pool, ask: Ask, keys: Sequence[int], now: float, open_slots: Bools | None = None) -> Decision | None:
@@ -122,8 +125,9 @@ class Fleet:
 
     def _leave_last(self, hits: Hits, prompt_tokens: int) -> None:
         """Whoever holds a whole prompt computes its last page all the same: the next token comes from there."""
-        for slot in (hits.gpu >= prompt_tokens).nonzero()[0].tolist():
-            hits.gpu[slot] -= self._pages.get(slot, 0)
+        for slot, tokens in enumerate(hits.values()):
+            if tokens >= prompt_tokens:
+                hits.lessen(slot, self._pages.get(slot, 0))
 
     def take(self, decision: Decision, keys: Sequence[int], now: float, *, silent: bool = False, key: Hashable = None) -> Taken:
         """Counts a choice, before anything is awaited.
@@ -153,7 +157,7 @@ class Fleet:
         if silent:
             self.load.watch_silent(load, pick, now)
         key_tokens = taken.decision.ask.key_tokens
-        hit_blocks = int(taken.decision.hits.gpu[slot] / (key_tokens or self.index.block_tokens))
+        hit_blocks = int(taken.decision.hits.of(slot) / (key_tokens or self.index.block_tokens))
         if self.load.shared:
             pick.prefix, pick.key_tokens = some(taken.keys, hit_blocks), key_tokens
         if self.index.is_told and not key_tokens:
@@ -282,7 +286,15 @@ class Fleet:
     @property
     def needs_ticks(self) -> bool:
         """Something waits for time to pass: `tick` and `pump` are to be called every tenth of a second or so."""
-        return self.index.needs_ticks or any(len(queue) for queue in self.queues.values())
+        return self.index.needs_ticks or self.anybody_waits
+
+    @property
+    def anybody_waits(self) -> bool:
+        """In any queue."""
+        for queue in self.queues.values():  # noqa: SIM110 (asked several times for each request, and a generator costs more)
+            if len(queue):
+                return True
+        return False
 
     def check_integrity(self) -> None:
         """Raises AssertionError when something does not add up."""

@@ -377,6 +377,20 @@ class PrefixIndex:
         with_disk = self._vector(self.runs(keys, DISK), num_slots) if self._masks[DISK] else with_host
         return gpu, np.maximum(with_host - gpu, 0.0), np.maximum(with_disk - np.maximum(with_host, gpu), 0.0)
 
+    def few_hits(self, keys: Sequence[int], num_slots: int, key_tokens: float = 0.0) -> list[float] | None:
+        """`hits` of few slots without arrays; None where more is known than what is in GPU memory."""
+        masks = self._masks
+        if masks[TOLD] or self._doubted or (not key_tokens and (masks[HOST] or masks[DISK])):
+            return None
+        out = [0.0] * num_slots
+        block_tokens = key_tokens or self.block_tokens
+        for mask, blocks in self.runs(keys):
+            while mask:
+                lowest = mask & -mask
+                out[self._slot_of_bit[lowest.bit_length() - 1]] = blocks * block_tokens
+                mask ^= lowest
+        return out
+
     def hit_blocks(self, slot: int, keys: Sequence[int]) -> int:
         """Blocks of the prompt in one worker's GPU cache, by a walk over its own bit: right even where events were lost."""
         entry = self._slots.get(slot)

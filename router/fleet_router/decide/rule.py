@@ -114,12 +114,35 @@ def _share_backend(p: Member, d: Member) -> bool:
 
 
 class Hits:
-    """Tokens of one prompt that each slot holds; index is the slot."""
+    """Tokens of one prompt that each slot holds; index is the slot. Those of few slots are a list until somebody needs an array."""
 
-    def __init__(self, gpu: Floats, host: Floats | None = None, disk: Floats | None = None) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: Floats | list[float], host: Floats | None = None, disk: Floats | None = None) -> None:
+        self._few: list[float] | None = gpu if isinstance(gpu, list) else None
+        self._gpu: Floats | None = None if isinstance(gpu, list) else gpu
         self.host = host  # what host memory adds
         self.disk = disk
+
+    @property
+    def gpu(self) -> Floats:
+        """Of all slots. Change it by `lessen` alone."""
+        if self._gpu is None:
+            self._gpu = np.array(self._few, np.float64)
+        return self._gpu
+
+    def values(self) -> list[float]:
+        """The same. Read only."""
+        return self._few if self._few is not None else self.gpu.tolist()
+
+    def of(self, slot: int) -> float:
+        """Of one slot, in GPU memory."""
+        return self._few[slot] if self._few is not None else float(self.gpu[slot])
+
+    def lessen(self, slot: int, tokens: float) -> None:
+        """So many fewer."""
+        if self._few is not None:
+            self._few[slot] -= tokens
+        if self._gpu is not None:
+            self._gpu[slot] -= tokens
 
     def saved(self, slots: Ints) -> Floats:
         """Tokens that need not be computed; loading is charged at its share of computing."""
@@ -132,7 +155,7 @@ class Hits:
 
     def saved_by(self, slot: int) -> float:
         """The same for one slot."""
-        saved = float(self.gpu[slot])
+        saved = self.of(slot)
         if self.host is not None:
             saved += float(self.host[slot]) * (1 - 1 / HOST_SPEEDUP)
         if self.disk is not None:
@@ -262,7 +285,7 @@ def choose(
 def _choose_few(table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw) -> tuple[Chosen, FewTerms]:
     """`_choose_among` for a few workers that serve alone: the same sums in the same order."""
     prompt, answer, slots = ask.prompt_tokens, ask.answer_tokens, pool.few
-    gpu: list[float] = hits.gpu.tolist()
+    gpu = hits.values()
     held = [gpu[slot] for slot in slots]
     saved: list[float] = held if hits.host is None and hits.disk is None else hits.saved(pool.slots_alone).tolist()
     columns = [table.slots[slot].column for slot in slots]

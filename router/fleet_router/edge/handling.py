@@ -20,7 +20,7 @@ from fleet_router.api.body import LongPrompt, Parsed, Prompt, begin_prompt
 from fleet_router.api.dialects import OLLAMA, OPENAI
 from fleet_router.api.paths import PATHS, Kind
 from fleet_router.decide.retry import RetryBudget
-from fleet_router.desk import Desk, Lease, Turn, Want
+from fleet_router.desk import Desk, Lease, Promise, Turn, Want
 from fleet_router.edge import local
 from fleet_router.edge.callers import Caller
 from fleet_router.edge.encoders import Encoders
@@ -39,9 +39,10 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 _STATUSES: Final = {n: f"{n}xx" for n in range(1, 10)}
-_TOLD: Final = (
-    f"{names.HEADER_TOLD_WORKER}: %b\r\n{names.HEADER_TOLD_HITS}: %d\r\n{names.HEADER_TOLD_KEYS}: %b\r\n{names.HEADER_TOLD_QUEUE}: %d\r\n".encode()
-)
+_WORKER: Final = names.HEADER_TOLD_WORKER
+_HITS: Final = names.HEADER_TOLD_HITS
+_KEYS: Final = names.HEADER_TOLD_KEYS
+_QUEUE: Final = names.HEADER_TOLD_QUEUE
 
 
 class Dispatcher:
@@ -225,19 +226,19 @@ class Handling:
         elif isinstance(turn, Turn):
             self._turn = turn
             self._exchange.on_gone = self.client_gone
-            turn.lease.add_done_callback(self._turn_came)
+            turn.lease.when_done(self._turn_came)
         else:
             self._take(turn)
 
     def _find_service(self) -> Service[Any]:
         return self._dispatcher.find(self._parsed.model, ollama=self._parsed.dialect is OLLAMA, caller=self._caller)
 
-    def _turn_came(self, future: asyncio.Future[Lease | None]) -> None:
+    def _turn_came(self, promise: Promise) -> None:
         if self._turn is None:  # nobody waits any more: the desk takes back what came
             return
         self._turn = None
         try:
-            lease = future.result()
+            lease = promise.result()
             if lease is None:
                 self._wait_for_worker(self._find_service())
             else:
@@ -411,10 +412,9 @@ class Handling:
 
 def _told(parsed: Parsed, prompt: Prompt, lease: Lease, request_id: str) -> bytes:
     """Header lines of an answer: who gives it, what it should have cached and how that is known, how long it waited."""
-    lines = _TOLD % (
-        lease.serving.worker.name.encode("latin-1", "replace"), lease.predicted_tokens, prompt.made_of.encode(),
-        lease.waited_s * 1000,
-    )  # fmt: skip
+    worker, waited_ms = lease.serving.worker.name, int(lease.waited_s * 1000)
+    text = f"{_WORKER}: {worker}\r\n{_HITS}: {lease.predicted_tokens}\r\n{_KEYS}: {prompt.made_of}\r\n{_QUEUE}: {waited_ms}\r\n"
+    lines = text.encode("latin-1", "replace")
     more = parsed.dialect.more_id_header
     return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines
 

@@ -15,6 +15,7 @@ from typing import Final
 from fleet_contract import names
 from fleet_contract.errors import CODE_STALE_WORKER, DERIVED_CODES, TIMEOUT, ApiError
 from fleet_router import errors
+from fleet_router.alarms import Alarm
 from fleet_router.api.body import Parsed, Prompt
 from fleet_router.api.dialects import OPENAI
 from fleet_router.api.paths import CHAT, COMPLETIONS
@@ -261,7 +262,7 @@ class Attempt:
         self._sinks = [self._serving] if lease.prefill is None else [_LegSink(self, lease.prefill, False), self._serving]
         self._hand_over: HandOver | None = None
         self._failures: list[Failure] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm()
         self._began = self._loop.time()
         self._prefill_took = 0.0
         self._stream_asked = False
@@ -402,9 +403,7 @@ class Attempt:
     # -- timers
 
     def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, then)
+        self._pool.alarms.set(self._alarm, self._loop.time(), seconds, then)
 
     def _no_other_cause(self) -> None:
         self._finish(Outcome(failure=self._failures[0]))
@@ -528,8 +527,7 @@ class Attempt:
         if self._over:
             return
         self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._pool.alarms.drop(self._alarm)
         if self._left is not None:
             outcome = Outcome(gone=True)
             self._left.set_result(None)

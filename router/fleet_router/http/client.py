@@ -22,7 +22,9 @@ import httptools
 
 from fleet_contract.errors import ApiError
 from fleet_router import errors
+from fleet_router.alarms import Alarms
 from fleet_router.http.chunk import whole_chunk
+from fleet_router.http.outbox import Outbox
 
 CONNECT_TIMEOUT_S = 3.0
 IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
@@ -84,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._raw_head = b""
         self._paused = False
         self._pieces: list[bytes] = []  # of the body, read in this turn
+        self._unsent: Sequence[bytes] = ()  # of the request, in this turn of the loop
         self._between = False  # the parser stands before a chunk, and no byte of it came
 
     # -- asyncio.Protocol
@@ -181,7 +184,13 @@ class Connection(asyncio.Protocol):
         self.sink, self.answered, self._headers, self._head_bytes, self._parser = sink, False, [], 0, None
         self._retry = tuple(parts) if self.reused else None
         self._sent_at = self.loop.time()
-        self.transport.writelines(parts)
+        self._unsent = parts
+        self.pool.outbox.add(self._write, self.loop)
+
+    def _write(self) -> None:
+        parts, self._unsent = self._unsent, ()
+        if self.transport is not None and parts:
+            self.transport.writelines(parts)
 
     def keep_little(self) -> None:
         """The kernel holds no more for us than we may hold for a client that does not read: all it has comes in one piece."""
@@ -301,6 +310,8 @@ class Pool:
         self._idle: dict[tuple[str, int], deque[Connection]] = {}
         self._open: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.outbox = Outbox()
+        self.alarms = Alarms(self.loop)
         self.heads: dict[bytes, KnownHead] = {}  # by their bytes, up to the empty line
 
     def start(self, host: str, port: int, parts: Sequence[bytes], sink: Sink) -> Handle:

@@ -86,7 +86,7 @@ class HttpExchange(Exchange):
         self.started = self.ended = True
         self.status = status
         head = self._head(status, content_type, extra, b"Content-Length: %d\r\n" % len(body))
-        self._protocol.write(head if self.request.method == "HEAD" else head + body)
+        self._protocol.write_soon(head if self.request.method == "HEAD" else head + body)
         self._protocol.answer_done(self)
 
     def fail(self, error: ApiError) -> None:
@@ -133,7 +133,7 @@ class HttpExchange(Exchange):
         if extra:
             end = b"".join([b"%b: %b\r\n" % pair for pair in extra]) + end
         more = self._protocol.state.more_head(request)
-        return b"%b%b\r\n%b%b%b%b" % (begin, request.request_id.encode(), framing, more, self.head_lines, end)
+        return b"".join([begin, request.request_id.encode(), b"\r\n", framing, more, self.head_lines, end])
 
 
 class DataProtocol(asyncio.Protocol):
