@@ -60,6 +60,7 @@ class Service(Generic[W]):
 
     def __init__(self, facts: ServiceFacts, workers: list[W] | None = None) -> None:
         self.facts = facts
+        self.key = facts.key
         self.workers = workers if workers is not None else []
         self.adapters: set[str] = set()  # LoRA adapters that some of the workers have
         self._units: dict[str, int] | None = None  # every change of a worker makes a new table

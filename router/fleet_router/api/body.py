@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the brain imports this module without tokenizers
     from fleet_text.chains import ChatChains, Reading
     from fleet_text.prompt import PromptEncoder
 
+_ANY: Final = Kind.ANY
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
 MAX_KEYED_BYTES: Final = 8 << 20  # of a prompt that is not tokenised here: what is behind has no keys
@@ -110,7 +111,7 @@ def parse_body(path: Path, body: bytes) -> Parsed:
         model = _model(path, fields)
         wanted = path.answer(fields)
         stream = scalar(fields, "stream")
-        kind = path.kind if path.is_asked(fields) else Kind.ANY
+        kind = path.kind if path.is_asked(fields) else _ANY
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
     answer = min(wanted, MAX_ANSWER_TOKENS) if isinstance(wanted, int) and wanted > 0 else DEFAULT_ANSWER_TOKENS
@@ -170,7 +171,7 @@ class _Reader:
 
     def __init__(self, parsed: Parsed, encoder: PromptEncoder | None, model_revision: str, chains: ChatChains | None, tokens_per_byte: float) -> None:
         self._parsed = parsed
-        self._encoder = encoder if parsed.route.prompt is not None and parsed.kind is not Kind.ANY else None
+        self._encoder = encoder if parsed.route.prompt is not None and parsed.kind is not _ANY else None
         self._model_revision = model_revision
         self._chains = chains
         self._tokens_per_byte = tokens_per_byte
@@ -203,7 +204,7 @@ class _Reader:
                     return prompt
             except _REFUSED:
                 pass
-        if parsed.kind is not Kind.ANY and parsed.route.layout is not None:
+        if parsed.kind is not _ANY and parsed.route.layout is not None:
             try:
                 return _by_bytes(parsed, self._model_revision, self._tokens_per_byte)
             except (TypeError, ValueError, RecursionError):

@@ -358,7 +358,7 @@ class Brain:
 
     async def wait_change(self, service: Service[Worker], timeout_s: float) -> None:
         """Waits until something in the table changed, or the time is over. The caller counts as queued. Raises ApiError when too many wait."""
-        key = service.facts.key
+        key = service.key
         self.one_waits(key)
         waker: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wakers.add(waker)

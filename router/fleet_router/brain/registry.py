@@ -22,8 +22,8 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import LoadReport, WorkerRecord
 from fleet_router.decide.load import REPORT_LIFE_S
-from fleet_router.engines import engine_of
 from fleet_router.engines.base import Fetch, PolledLoad, key_headers
+from fleet_router.engines.kinds import engine_of
 from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
 from fleet_router.grid import not_before
 from fleet_router.http.client import Pool, fetch

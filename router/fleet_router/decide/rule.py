@@ -181,15 +181,28 @@ class Terms:
 
 
 class FewTerms:
-    """The same of a small pool."""
+    """The same of a small pool: what they are computed from."""
 
-    def __init__(self, slots: Ints, rows: list[tuple[float, float, float, float, float]]) -> None:
-        """Args: rows: wait, work, decode, room, penalty of each worker."""
+    def __init__(self, slots: Ints, columns: list[tuple[float, ...]], saved: list[float], ask: Ask, weight: float) -> None:
+        """Args: columns, saved: of each worker. weight: of the decode term."""
         self.slots = slots
-        self.rows = rows
+        self.columns = columns
+        self.saved = saved
+        self.ask = ask
+        self.weight = weight
 
     def as_terms(self) -> Terms:
-        return Terms(self.slots, *np.array(self.rows).T)
+        rows = [_few_terms(column, saved, self.ask, self.weight) for column, saved in zip(self.columns, self.saved, strict=True)]
+        return Terms(self.slots, *np.array(rows).T)
+
+
+def _few_terms(column: tuple[float, ...], saved: float, ask: Ask, weight: float) -> tuple[float, float, float, float, float]:
+    """Wait, work, decode, room and penalty of one worker."""
+    prompt, answer = ask.prompt_tokens, ask.answer_tokens
+    work = column[UNIT] * max(prompt - saved, 1.0)
+    steps = answer * (column[STEP] + column[STEP_CTX] * prompt)
+    room = steps * max((column[COMMITTED] + (prompt + answer)) / column[CAPACITY] - 1.0, 0.0)
+    return column[WAIT], work, weight * steps, room, column[PENALTY]
 
 
 class Chosen:
@@ -284,21 +297,16 @@ def choose(
 
 def _choose_few(table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw) -> tuple[Chosen, FewTerms]:
     """`_choose_among` for a few workers that serve alone: the same sums in the same order."""
-    prompt, answer, slots = ask.prompt_tokens, ask.answer_tokens, pool.few
+    slots = pool.few
     gpu = hits.values()
     held = [gpu[slot] for slot in slots]
-    saved: list[float] = held if hits.host is None and hits.disk is None else hits.saved(pool.slots_alone).tolist()
+    saved_of: list[float] = held if hits.host is None and hits.disk is None else hits.saved(pool.slots_alone).tolist()
     columns = [table.slots[slot].column for slot in slots]
     rates = [column[RATE] for column in columns]
     weight = _weight(max(rates) / min(rates)) if len(rates) > 1 else DELTA
-    rows: list[tuple[float, float, float, float, float]] = []
     total: list[float] = []
     for n, column in enumerate(columns):
-        wait, penalty = column[WAIT], column[PENALTY]
-        work = column[UNIT] * max(prompt - saved[n], 1.0)
-        steps = answer * (column[STEP] + column[STEP_CTX] * prompt)
-        decode, room = weight * steps, steps * max((column[COMMITTED] + (prompt + answer)) / column[CAPACITY] - 1.0, 0.0)
-        rows.append((wait, work, decode, room, penalty))
+        wait, work, decode, room, penalty = _few_terms(column, saved_of[n], ask, weight)
         total.append(wait + work + decode + room + penalty)
     best = min(total)
     near = [0]
@@ -309,7 +317,7 @@ def _choose_few(table: LoadTable, pool: Pool, ask: Ask, hits: Hits, draw: Draw) 
         most = max([held[n] for n in near])
         near = [n for n in near if held[n] == most]
     at = near[0] if len(near) == 1 else near[draw(len(near))]
-    return Chosen(slots[at], None, total[at]), FewTerms(pool.slots_alone, rows)
+    return Chosen(slots[at], None, total[at]), FewTerms(pool.slots_alone, columns, saved_of, ask, weight)
 
 
 def _choose_among(

@@ -11,8 +11,8 @@ import msgspec
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeRequest
 from fleet_router.edge.service import DataService
-from fleet_router.engines import engine_of
 from fleet_router.engines.base import key_headers
+from fleet_router.engines.kinds import engine_of
 from fleet_router.http.client import fetch
 from fleet_router.messages import Ask
 from fleet_router.table import WorkerView

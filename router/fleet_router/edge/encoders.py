@@ -11,7 +11,7 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
 from fleet_router.decide.keys import STRIDE
-from fleet_router.engines import engine_of
+from fleet_router.engines.kinds import engine_of
 from fleet_router.http.client import Pool, fetch
 from fleet_text.chains import MAX_BYTES, ChatChains, find_cut
 from fleet_text.prompt import MAX_TOKENIZER_ZIP_BYTES, PromptEncoder, TokenizerFilesError

@@ -36,6 +36,9 @@ from fleet_text.ollama_chat import LATEST
 
 log = logging.getLogger(__name__)
 
+_ANY: Final = Kind.ANY
+_EMBED: Final = Kind.EMBED
+_GENERATE: Final = Kind.GENERATE
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 _STATUSES: Final = {n: f"{n}xx" for n in range(1, 10)}
@@ -58,6 +61,7 @@ class Dispatcher:
         self.running = Running()
         self.rates = TokenRates()
         self.retries = RetryBudget(settings.workers)
+        self.logs_ends = log.isEnabledFor(logging.DEBUG)
 
     def count_end(self, exchange: Exchange) -> None:
         """A request is over."""
@@ -194,7 +198,7 @@ class Handling:
         """The service, the prompt for its revision, the choice. Raises ApiError."""
         parsed, desk, caller, d = self._parsed, self._desk, self._caller, self._dispatcher
         service = self._find_service()
-        caller.check_model(parsed.model, service.facts.key, desk.table.names)
+        caller.check_model(parsed.model, service.key, desk.table.names)
         excluded = unfit_workers(parsed, service, self._excluded or ())
         revision = desk.choose_revision(service, excluded) if self._revision is None else self._revision
         if revision is None:
@@ -209,13 +213,14 @@ class Handling:
                 return
             prompt = self._prompts[model_revision] = begun
         now = self._loop.time()
-        if self._charged is None and parsed.kind is not Kind.ANY:
-            charge = prompt.tokens + (parsed.answer_tokens if parsed.kind is Kind.GENERATE else 0)
+        kind = parsed.kind
+        if self._charged is None and kind is not _ANY:
+            charge = prompt.tokens + (parsed.answer_tokens if kind is _GENERATE else 0)
             caller.charge(charge, now)
             self._charged = charge
         want = Want(
-            service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
-            self._request_id, any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED,
+            service.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
+            self._request_id, any_role=kind is _ANY, prompt_only=kind is _EMBED,
             silent=not parsed.stream, tenant=caller.tenant, klass=self._klass, size_bytes=len(parsed.body),
             key_tokens=prompt.key_tokens,
         )  # fmt: skip
@@ -326,7 +331,7 @@ class Handling:
             self._span.moments.first_byte = attempt.first_byte_at or 0.0
         if self._charged is not None and (outcome.gone or outcome.failure is None):
             made = attempt.made if attempt.made is not None else attempt.events
-            self._caller.settle(self._charged, prompt_tokens + (made if self._parsed.kind is Kind.GENERATE else 0))
+            self._caller.settle(self._charged, prompt_tokens + (made if self._parsed.kind is _GENERATE else 0))
             self._charged = None
         if outcome.gone:
             desk.counters.add("client_gone_total")
@@ -404,7 +409,7 @@ class Handling:
             self._span.moments.ended = self._loop.time()
             self._span.end(status, self._made)
         self._dispatcher.count_end(self._exchange)
-        if log.isEnabledFor(logging.DEBUG):
+        if self._dispatcher.logs_ends:
             log.debug("request done", extra={"request_id": self._request_id, "seconds": self._loop.time() - self._began})
         if self._on_end is not None:
             self._on_end()

@@ -22,8 +22,8 @@ from fleet_router.api.paths import CHAT, COMPLETIONS
 from fleet_router.api.sse import UsageFilter
 from fleet_router.counters import Counters
 from fleet_router.desk import Lease, Leg
-from fleet_router.engines import engine_of
 from fleet_router.engines.base import HandOver, Parts, Sending, asks_usage, key_headers
+from fleet_router.engines.kinds import engine_of
 from fleet_router.http.client import Handle, Pool, Sink, collect, fetch
 from fleet_router.http.exchange import Exchange
 from fleet_router.identifiers import random_hex

@@ -229,7 +229,7 @@ class RemoteDesk:
 
     async def wait_change(self, service: Service[Any], timeout_s: float) -> None:
         """Counted by the brain; without one at most this edge's share may wait."""
-        key = service.facts.key
+        key = service.key
         limit = self._settings.max_queue
         if self._channel is None and len(self._waits) >= -(-limit // self._settings.workers):
             raise errors.queue_full(service.label, limit)

@@ -141,7 +141,7 @@ class DataService:
             return ProbeAnswer(ok=False, error=f"service {namespace}/{name} is not in this router's table")
         if revision not in service.ready_units():
             return ProbeAnswer(ok=False, error=f"revision {revision} of {namespace}/{name} has no ready worker (or pair) in this router's table")
-        model = next(n for n, key in self.desk.table.names.items() if key == service.facts.key and (not namespace or "/" in n))
+        model = next(n for n, key in self.desk.table.names.items() if key == service.key and (not namespace or "/" in n))
         body = msgspec.json.encode({"model": model, "prompt": "Hello", "max_tokens": 1, "stream": False, "temperature": 0})
         exchange = ProbeExchange()
         over = asyncio.Event()
@@ -176,7 +176,7 @@ class DataService:
         begun = self.dispatcher.begin_prompt(parsed, self.dispatcher.model_revision(service, revision))
         prompt = begun if isinstance(begun, Prompt) else await asyncio.to_thread(begun)
         want = Want(
-            service.facts.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
+            service.key, prompt.tokens, parsed.answer_tokens, revision, prompt.keys, excluded,
             any_role=parsed.kind is Kind.ANY, prompt_only=parsed.kind is Kind.EMBED, key_tokens=prompt.key_tokens,
         )  # fmt: skip
         decision = await self.desk.explain(want)
