@@ -532,8 +532,9 @@ class Brain:
             if queue_key not in pools:
                 for request in list(queue.waiting()):
                     queue.withdraw(request)
-                    if not request.tag[1].done():
-                        request.tag[1].set_result(None)
+                    waiting_for: Promise = request.tag[1]
+                    if not waiting_for.done:
+                        waiting_for.give(None)
         self._look_soon()
 
     def _wake(self) -> None:
