@@ -40,14 +40,14 @@ def split_ids_body(json_length: int, body: bytes) -> tuple[bytes, list[int]]:
     return body[:json_length], decode_ids(body[json_length:])
 
 
-def pick_text(pick_id: str, number: int) -> str:
+def _pick_text(pick_id: str, number: int) -> str:
     """A pick in a header."""
     return f"{pick_id}:{number}"
 
 
 def routed_alone(rid: str, pick_id: str, number: int, deadline_ms: int) -> list[tuple[str, str]]:
     """`RoutedHeaders.items` of a request that one worker serves alone, without the structure: it is on every request's way."""
-    return [(names.HEADER_RID, rid), (names.HEADER_PICK, pick_text(pick_id, number)), (names.HEADER_DEADLINE_MS, str(deadline_ms))]
+    return [(names.HEADER_RID, rid), (names.HEADER_PICK, _pick_text(pick_id, number)), (names.HEADER_DEADLINE_MS, str(deadline_ms))]
 
 
 class RoutedHeaders(Struct, frozen=True):
@@ -67,7 +67,7 @@ class RoutedHeaders(Struct, frozen=True):
         if self.rid is not None:
             out.append((names.HEADER_RID, self.rid))
         if self.pick is not None:
-            out.append((names.HEADER_PICK, pick_text(*self.pick)))
+            out.append((names.HEADER_PICK, _pick_text(*self.pick)))
         if self.deadline_ms is not None:
             out.append((names.HEADER_DEADLINE_MS, str(self.deadline_ms)))
         if self.leg is not None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from fleet_contract.errors import ApiError
 from fleet_router.counters import Counters
 from fleet_router.decide.keys import made_of
 from fleet_router.table import Service, ServiceKey, Table, WorkerView
@@ -55,38 +56,43 @@ class Leg:
         self.released = False
 
 
-class Promise:
-    """A lease that will come, None, or an error: what a future of asyncio is, but whoever waits hears it in the moment it comes.
+class ComingLease:
+    """A lease that will come, None, or an error. One waits for it, and is told inside `give`; with a `loop` in that loop's next turn.
 
-    With a `loop` it is told in that loop's next turn, when whoever gives it has done all else.
+    A future of asyncio would cost each request a turn of the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._then: Callable[[Promise], None] | None = None
+        self._then: Callable[[ComingLease], None] | None = None
         self._lease: Lease | None = None
-        self._error: Exception | None = None
+        self._error: ApiError | None = None
+        self._is_left = False
         self.done = False
-        self.cancelled = False
 
-    def when_done(self, then: Callable[[Promise], None]) -> None:
-        """`then` is called once, unless it is cancelled. One waits, from the beginning."""
+    def when_done(self, then: Callable[[ComingLease], None]) -> None:
+        """`then` is called once, unless nobody waits any more. It raises nothing."""
         assert self._then is None and not self.done
         self._then = then
 
-    def give(self, lease: Lease | None, error: Exception | None = None) -> None:
-        """It is here. An error: in its place."""
-        assert not self.done
-        self.done, self._lease, self._error = True, lease, error
-        if self._loop is not None:
-            self._loop.call_soon(self._tell)
-        else:
-            self._tell()
+    def give(self, lease: Lease | None) -> None:
+        """It is here; None: it will not come. Where nobody waits any more it is released."""
+        self._lease = lease
+        if self._is_left and lease is not None:
+            lease.release()
+        self._end()
 
-    def cancel(self) -> None:
-        """Nobody waits any more."""
-        self.done = self.cancelled = True
-        self._then = None
+    def fail(self, error: ApiError) -> None:
+        """In its place."""
+        self._error = error
+        self._end()
+
+    def leave(self) -> None:
+        """Nobody waits any more: nothing is told, and what has come and was not heard, or comes, is released."""
+        heard = self.done and self._then is None
+        self._then, self._is_left = None, True
+        if self._lease is not None and not heard:
+            self._lease.release()
 
     def result(self) -> Lease | None:
         """Of one that is done. Raises its error."""
@@ -94,11 +100,13 @@ class Promise:
             raise self._error
         return self._lease
 
-    def take_back(self) -> None:
-        """What came and was not heard is released."""
-        self._then = None
-        if self._lease is not None:
-            self._lease.release()
+    def _end(self) -> None:
+        assert not self.done
+        self.done = True
+        if self._loop is not None:
+            self._loop.call_soon(self._tell)
+        else:
+            self._tell()
 
     def _tell(self) -> None:
         then, self._then = self._then, None
@@ -107,10 +115,10 @@ class Promise:
 
 
 class Turn:
-    """A request that waits for its lease. `lease` gets None when there is no ready worker any more, or an ApiError."""
+    """A request that waits for its lease. `coming` gets None when there is no ready worker any more, or an ApiError."""
 
-    def __init__(self, lease: Promise) -> None:
-        self.lease = lease
+    def __init__(self, coming: ComingLease) -> None:
+        self.coming = coming
 
 
 class Desk(Protocol):

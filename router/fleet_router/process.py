@@ -1,4 +1,4 @@
-"""What every process of the router does first: reading what the supervisor handed over, and room for many connections."""
+"""What every child process of the router does first: what the supervisor handed over, signals, a heartbeat, memory, room for many connections."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_handover(argv: list[str]) -> Handover:
 
 def on_stop(handover: Handover) -> asyncio.Event:
     """Set by SIGTERM. A terminal's Ctrl-C is ignored: the supervisor says what happens. From now on the loop shows that it goes round,
-    and memory that is freed is nobody's."""
+    SIGUSR2 shows the stacks, and large blocks go back to the system when they are freed."""
     faulthandler.register(SHOW_STACKS)
     give_back_large_blocks()
     beat_for_ever(handover.beat_fd)

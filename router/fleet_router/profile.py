@@ -234,7 +234,7 @@ def stages(rig: Rig, encoder: PromptEncoder | None, count: int) -> list[tuple[st
         out.append(("  a new text, without a table of words", best_us(lambda: encoder.encode(text, add_special_tokens=False), max(1, count // 20))))
     prompt = cast(Prompt, begin_prompt(parsed, encoder, REVISION, chains))
     service = next(iter(rig.edge.brain.table.services.values()))
-    want = Want(service.facts.key, prompt.tokens, 16, "r1", prompt.keys, silent=True, key_tokens=prompt.key_tokens)
+    want = Want(service.key, prompt.tokens, 16, "r1", prompt.keys, silent=True, key_tokens=prompt.key_tokens)
 
     def choose() -> None:
         lease = rig.edge.brain.begin(want, 1.0)

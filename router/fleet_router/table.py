@@ -64,7 +64,7 @@ class Service(Generic[W]):
         self.workers = workers if workers is not None else []
         self.adapters: set[str] = set()  # LoRA adapters that some of the workers have
         self._units: dict[str, int] | None = None  # every change of a worker makes a new table
-        self._models: dict[str, str] = {}
+        self._ready_of: dict[str, W | None] = {}  # by revision; as long as `_units`
 
     @property
     def label(self) -> str:
@@ -79,13 +79,11 @@ class Service(Generic[W]):
             return self._units
         return self._count_units(exclude)
 
-    def model_of(self, revision: str) -> str:
-        """The model revision of a revision's ready workers; empty without any."""
-        model = self._models.get(revision)
-        if model is None:
-            model = next((w.record.model_revision for w in self.workers if w.routable and w.record.revision == revision), "")
-            self._models[revision] = model
-        return model
+    def ready_of(self, revision: str) -> W | None:
+        """One of a revision's ready workers: all of them have the same model."""
+        if revision not in self._ready_of:
+            self._ready_of[revision] = next((w for w in self.workers if w.routable and w.record.revision == revision), None)
+        return self._ready_of[revision]
 
     def _count_units(self, exclude: Collection[WorkerView]) -> dict[str, int]:
         counts: dict[str, dict[str, int]] = {}

@@ -94,6 +94,10 @@ routed = st.builds(
 )
 
 
+def test_the_short_way_to_write_a_lone_workers_headers_writes_the_same() -> None:
+    assert wire.routed_alone("ab" * 16, "router.1", 3, 900) == wire.RoutedHeaders(rid="ab" * 16, pick=("router.1", 3), deadline_ms=900).items()
+
+
 @given(routed)
 def test_routed_headers_survive_the_round_trip_in_any_case(headers: wire.RoutedHeaders) -> None:
     assert wire.parse_routed_headers([(n.lower(), v) for n, v in headers.items()]) == headers

@@ -1,4 +1,4 @@
-"""Shared time limits go off as if each had a timer of its own, at most a look late; a promise is heard once, and by nobody who has left."""
+"""Shared time limits go off as if each had a timer of its own, at most a look late."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_contract.errors import ApiError
 from fleet_router.alarms import EXACT_BELOW_S, LOOK_EVERY_S, Alarm, Alarms
-from fleet_router.desk import Lease, Leg, Promise
 
 
 class Timer:
@@ -75,7 +72,7 @@ def test_alarms_go_off_as_timers_of_their_own_would_a_look_late_at_most(ops: lis
             assert first - 1e-9 <= loop.now <= last + 1e-9
             more()
 
-        alarms.set(all_alarms[n], loop.now, s, off)
+        alarms.set(all_alarms[n], s, off)
 
     def kill(n: int) -> None:
         due.pop(n, None)
@@ -96,37 +93,3 @@ def test_alarms_go_off_as_timers_of_their_own_would_a_look_late_at_most(ops: lis
     loop.run_until(loop.now + 20)
     assert not due
     assert not loop.timers, "nothing is set, and nothing wakes the process up"
-
-
-def lease(released: list[int]) -> Lease:
-    made = Lease(cast(Any, None), 1, "", cast(Leg, None), None, 0, 0)
-    made.release = lambda: released.append(1)  # type: ignore[method-assign]
-    return made
-
-
-async def test_a_promise_is_heard_at_once_and_a_later_one_in_the_next_turn() -> None:
-    heard: list[Any] = []
-    now, later, failed = Promise(), Promise(asyncio.get_running_loop()), Promise()
-    for promise in (now, later, failed):
-        promise.when_done(lambda p: heard.append(p))
-    now.give(None)
-    later.give(None)
-    assert heard == [now] and now.result() is None
-    await asyncio.sleep(0)
-    assert heard == [now, later]
-    failed.give(None, ApiError(503, "busy"))
-    with pytest.raises(ApiError, match="busy"):
-        failed.result()
-
-
-async def test_a_promise_that_nobody_waits_for_any_more_is_not_heard_and_gives_back_what_came() -> None:
-    heard: list[Any] = []
-    released: list[int] = []
-    left, late = Promise(), Promise(asyncio.get_running_loop())
-    for promise in (left, late):
-        promise.when_done(lambda p: heard.append(p))
-    left.cancel()
-    late.give(lease(released))
-    late.take_back()
-    await asyncio.sleep(0)
-    assert not heard and released == [1] and left.cancelled

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from fleet_contract.errors import ApiError
-from fleet_router.api.dialects import ANTHROPIC, OLLAMA, OPENAI, RESPONSES, Dialect, dialect_of
+from fleet_router.api.dialects import ANTHROPIC, OLLAMA, OPENAI, RESPONSES, Dialect, dialect_of, last_number
 from fleet_testing.fake_worker import Script
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -131,3 +131,26 @@ async def test_a_client_that_leaves_ends_both_legs_of_any_dialect(
     await until(lambda: len(prefill.aborts) == len(decode.aborts) == 1, "both are told")
     assert prefill.aborts == decode.aborts == [prefill.legs[0].routed.rid]
     await fleet.idle()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (b'{"n": 12}', 12), (b'{"n":12,', 12), (b'{"n":3},{"n":  7 }', 7), (b'{"n":1.5}', None), (b'{"n":-1}', None), (b'{"n":null}', None),
+        (b'{"n":', None), (b'{"n":5', 5), (b'{"m":5}', None), (b'{"n":123456789012}', None), (b'{"n":12345678901}', 12345678901), (b'{"n":7\n}', 7),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_name(text: bytes, number: int | None) -> None:
+    assert last_number(text, b'"n":') == number
+
+
+@pytest.mark.parametrize(
+    ("data", "end", "events"),
+    [
+        (b"data: a\n\n", 9, 1), (b"data: a\n\ndata: b\n\n", 18, 2), (b"data: a\n\ndata: b", 9, 1), (b"event: x\ndata: a\n\n", 18, 1),
+        (b"data: a\r\n\r\n", 11, 1), (b"data: a\r\n\r\ndata: b\r\n\r\nda", 22, 2), (b"data", 0, 0), (b"\n\n", 2, 1),
+    ],
+)  # fmt: skip
+def test_whole_events_and_their_number(data: bytes, end: int, events: int) -> None:
+    assert OPENAI.event_end(data) == end
+    assert OPENAI.events(data[:end]) == events

@@ -49,7 +49,10 @@ def depth(index: PrefixIndex, slot: int, prompt: list[int], tier: int = GPU) -> 
     """Blocks that a lookup promises for one worker."""
     gpu, host, disk = index.hits(prompt, 16)
     few = index.few_hits(prompt, 16)
-    assert few == gpu.tolist() if few is not None else host is not None or index.is_told or index._doubted
+    if few is not None:
+        assert few == gpu.tolist()
+    else:
+        assert host is not None or index.is_told or index._doubted
     found = gpu[slot] + (host[slot] if tier >= HOST and host is not None else 0) + (disk[slot] if tier >= DISK and disk is not None else 0)
     return int(found) // BLOCK_TOKENS
 

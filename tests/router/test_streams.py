@@ -10,7 +10,7 @@ import pytest
 
 from fleet_contract.errors import ApiError
 from fleet_router.engines.base import Alone
-from fleet_router.http.client import Pool
+from fleet_router.http.client import Pool, Sink
 from fleet_testing.fake_worker import Script, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -31,7 +31,7 @@ async def test_usage_is_found_wherever_the_stream_is_split(make_worker: MakeWork
         assert fleet.counter("cached_tokens_total") == 7 * at, f"not seen when split at {at}"
 
 
-class Noted:
+class Noted(Sink):
     """A sink that writes down what it hears."""
 
     def __init__(self) -> None:

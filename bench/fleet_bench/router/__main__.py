@@ -38,7 +38,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=5, help="rounds of each scenario (default %(default)s; fewer are no claim)")
     p.add_argument("--seconds", type=float, default=5.0, help="of each round of load (default %(default)g)")
     p.add_argument("--ours-flags", default="--workers=auto", help="more flags of radixfleet-router (default %(default)s)")
-    p.add_argument("--python", default="", help="runs ours: another interpreter of this version, built with profiles for example (default: this one)")
+    p.add_argument(
+        "--python",
+        default=sys.executable,
+        help="runs ours: another interpreter of this version, built with profile-guided optimisation for example (default: this one)",
+    )
     p.add_argument("--memory-requests", type=int, default=scenarios.MEMORY_REQUESTS, help="of the scenario memory (default %(default)s)")
     p.add_argument("--model-folder", type=Path, default=cache_folder() / "models/smollm2-135m-instruct", help="whose tokenizer the workers give")
     p.add_argument("--results", type=Path, default=Path("bench/results"), help="folder for the JSON (default %(default)s)")
@@ -82,7 +86,7 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
     for name in (s for s in chosen if s in SCENARIOS):
         entry = SCENARIOS[name]
         with make_workers(entry.workers, tools, tokenizer) as workers, tempfile.TemporaryDirectory(prefix="radixfleet-bench-proxy-") as folder:
-            kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags), a.python or sys.executable)]
+            kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags), a.python)]
             if entry.peers:
                 kinds += [routers.peer(p, python, PEERS[p][1], workers.urls) for p, python in pythons.items()]
                 if FLOOR in peers and name.startswith("chats"):
@@ -123,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--rounds and --seconds must be 1 or more")
         if not (a.model_folder / "tokenizer.json").is_file():
             raise ValueError(f"--model-folder {a.model_folder} has no tokenizer.json; `make setup` fetches the bundled model")
-        if a.python and not Path(a.python).is_file():
+        if not Path(a.python).is_file():
             raise ValueError(f"--python {a.python} is no file")
     except ValueError as e:
         print(f"bench-router: {e}", file=sys.stderr)

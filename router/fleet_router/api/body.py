@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the brain imports this module without tokenizers
     from fleet_text.chains import ChatChains, Reading
     from fleet_text.prompt import PromptEncoder
 
-_ANY: Final = Kind.ANY
+_ANY: Final = Kind.ANY  # a member of an enum is looked up each time
 INLINE_BYTES: Final = 8 << 10  # more than this is tokenised in a thread
 INLINE_CHAT_BYTES: Final = 128 << 10  # of a chat's body: longer ones are rendered in a thread too
 MAX_KEYED_BYTES: Final = 8 << 20  # of a prompt that is not tokenised here: what is behind has no keys

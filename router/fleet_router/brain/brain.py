@@ -32,7 +32,7 @@ from fleet_router.decide.index import PrefixIndex
 from fleet_router.decide.load import Pick, Speed
 from fleet_router.decide.queue import CacheQueue, QueueFull, QueueRules, Waiting
 from fleet_router.decide.rule import Ask, Member, Pool
-from fleet_router.desk import Lease, Leg, Promise, Turn, Want
+from fleet_router.desk import ComingLease, Lease, Leg, Turn, Want
 from fleet_router.engines.base import PolledLoad
 from fleet_router.observed import Observed, ServiceFacts
 from fleet_router.settings import Settings
@@ -56,10 +56,18 @@ Key = tuple[ServiceKey, str, bool]  # service, revision, any role will do
 class QueuedTurn(Turn):
     """It waits while all workers are busy."""
 
-    def __init__(self, lease: Promise, key: Key, request: Waiting) -> None:
-        super().__init__(lease)
+    def __init__(self, coming: ComingLease, key: Key, request: Waiting) -> None:
+        super().__init__(coming)
         self.key = key
         self.request = request
+
+
+class Waits:
+    """What the brain knows of a request in a queue: its `Waiting.tag`."""
+
+    def __init__(self, want: Want, coming: ComingLease) -> None:
+        self.want = want
+        self.coming = coming
 
 
 class WorkerWatcher(Protocol):
@@ -226,25 +234,23 @@ class Brain:
         decision = self.deciding.at_once(key, ask, want.keys, now, want.klass, exclude, prompt_only=want.prompt_only)
         if decision is not None:
             return self._lease(want, decision)
-        promise = Promise(asyncio.get_running_loop())
-        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, want.prompt_only, (want, promise))
+        coming = ComingLease(asyncio.get_running_loop())
+        tag = Waits(want, coming)
+        request = Waiting(ask, want.keys, now, now + timeout_s, want.tenant, want.klass, want.size_bytes, exclude, want.prompt_only, tag)
         try:
             self.deciding.wait(key, request)
         except QueueFull as e:
             raise errors.busy_queue_full(want.service[1], e.limit, of_tenant=e.of_tenant) from None
         self._look_soon()
         self._set_timer()
-        return QueuedTurn(promise, key, request)
+        return QueuedTurn(coming, key, request)
 
     def leave(self, turn: Turn) -> None:
         """Whoever waits is gone; what it may just have got is given back."""
         assert isinstance(turn, QueuedTurn)
         if turn.request.queued:
             self.deciding.queues[turn.key].withdraw(turn.request)
-        if not turn.lease.done:
-            turn.lease.cancel()
-        else:
-            turn.lease.take_back()
+        turn.coming.leave()
 
     async def explain(self, want: Want) -> dict[str, Any] | None:
         """The decision that would be made now, in words, without making it."""
@@ -449,13 +455,11 @@ class Brain:
         for key, queue in self.queues():
             while len(queue) and (found := self.deciding.pump(key, now)) is not None:
                 request, decision = found
-                want, promise = request.tag
-                if not promise.done:
-                    promise.give(self._lease(want, decision))
+                waits: Waits = request.tag
+                waits.coming.give(self._lease(waits.want, decision))
         for request, wait_s in self.deciding.too_late(now):
-            want, promise = request.tag
-            if not promise.done:
-                promise.give(None, errors.all_busy(self.label(want.service), now - request.arrived, wait_s))
+            late: Waits = request.tag
+            late.coming.fail(errors.all_busy(self.label(late.want.service), now - request.arrived, wait_s))
         self._leave_to_others(now)
 
     def _set_timer(self) -> None:
@@ -532,9 +536,8 @@ class Brain:
             if queue_key not in pools:
                 for request in list(queue.waiting()):
                     queue.withdraw(request)
-                    waiting_for: Promise = request.tag[1]
-                    if not waiting_for.done:
-                        waiting_for.give(None)
+                    waits: Waits = request.tag
+                    waits.coming.give(None)
         self._look_soon()
 
     def _wake(self) -> None:

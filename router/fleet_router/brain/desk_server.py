@@ -21,7 +21,7 @@ from fleet_router.brain import reports
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.load import Pick
-from fleet_router.desk import Lease, Promise, Turn, Want
+from fleet_router.desk import ComingLease, Lease, Turn, Want
 from fleet_router.grid import call_on_tick
 from fleet_router.link import NO_EDGE, Answer, Channel
 from fleet_router.messages import (
@@ -315,13 +315,12 @@ class DeskServer:
             self._give(session, number, turn)
             return
         session.turns[number] = turn
-        turn.lease.when_done(lambda promise: self._turn_came(session, number, promise))
+        turn.coming.when_done(lambda coming: self._turn_came(session, number, coming))
 
-    def _turn_came(self, session: _Session, number: int, promise: Promise) -> None:
-        if session.turns.pop(number, None) is None:
-            return
+    def _turn_came(self, session: _Session, number: int, coming: ComingLease) -> None:
+        del session.turns[number]
         try:
-            lease = promise.result()
+            lease = coming.result()
         except ApiError as e:
             session.channel.send(Refused.of(number, e))
         else:

@@ -42,7 +42,7 @@ def _queue(brain: Brain, key: Key, queue: CacheQueue) -> dict[str, Any]:
         "oldestSeconds": now - waiting[0].arrived,
         "requests": [
             {
-                "requestId": r.tag[0].request_id, "class": r.klass, "tenant": r.tenant, "promptTokens": r.ask.prompt_tokens,
+                "requestId": r.tag.want.request_id, "class": r.klass, "tenant": r.tenant, "promptTokens": r.ask.prompt_tokens,
                 "answerTokens": r.ask.answer_tokens, "waitedSeconds": now - r.arrived, "leftSeconds": r.deadline - now,
             }
             for r in waiting[:SHOWN_WAITING]

@@ -18,7 +18,7 @@ from fleet_router.decide.rivals import Rivals
 from fleet_router.decide.rule import Ask, Bools, Chosen, Draw, FewTerms, Hits, Pool, Terms
 from fleet_router.decide.told import Prefix, some
 
-FEW_SLOTS: Final = 16  # up to which a list is cheaper than an array
+FEW_SLOTS: Final = 16  # of the load table, up to which hits are a list; pools of up to `rule.FEW` workers read them so
 SWEEP_SLICE: Final = 5_000  # entries of retired lives that one tick clears: about a millisecond
 
 
@@ -125,9 +125,8 @@ class Fleet:
 
     def _leave_last(self, hits: Hits, prompt_tokens: int) -> None:
         """Whoever holds a whole prompt computes its last page all the same: the next token comes from there."""
-        for slot, tokens in enumerate(hits.values()):
-            if tokens >= prompt_tokens:
-                hits.lessen(slot, self._pages.get(slot, 0))
+        for slot in [n for n, tokens in enumerate(hits.values()) if tokens >= prompt_tokens]:
+            hits.lessen(slot, self._pages.get(slot, 0))
 
     def take(self, decision: Decision, keys: Sequence[int], now: float, *, silent: bool = False, key: Hashable = None) -> Taken:
         """Counts a choice, before anything is awaited.

@@ -378,7 +378,7 @@ class PrefixIndex:
         return gpu, np.maximum(with_host - gpu, 0.0), np.maximum(with_disk - np.maximum(with_host, gpu), 0.0)
 
     def few_hits(self, keys: Sequence[int], num_slots: int, key_tokens: float = 0.0) -> list[float] | None:
-        """`hits` of few slots without arrays; None where more is known than what is in GPU memory."""
+        """`hits` of few slots without arrays; None where more is known than what is in GPU memory, or a worker is doubted."""
         masks = self._masks
         if masks[TOLD] or self._doubted or (not key_tokens and (masks[HOST] or masks[DISK])):
             return None

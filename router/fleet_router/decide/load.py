@@ -125,7 +125,7 @@ class LoadTable:
     """The matrix: one column per slot."""
 
     def __init__(self) -> None:
-        self.width = 8  # slots that the matrix has room for
+        self.width = 8  # slots that the matrix has room for; a number, since every choice reads it
         self._matrix: npt.NDArray[np.float64] = np.ones((NUM_ROWS, self.width))
         self._changed: set[SlotLoad] = set()  # columns that are not written yet
         self.slots: dict[int, SlotLoad] = {}
@@ -216,6 +216,7 @@ class LoadTable:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum or a column is not what the picks and reports say."""
+        assert self.width == self._matrix.shape[1]
         for slot, load in self.slots.items():
             assert load.slot == slot
             assert load.now() == load.recount(), slot

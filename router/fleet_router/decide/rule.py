@@ -130,7 +130,7 @@ class Hits:
         return self._gpu
 
     def values(self) -> list[float]:
-        """The same. Read only."""
+        """Of all slots, in GPU memory. Read only."""
         return self._few if self._few is not None else self.gpu.tolist()
 
     def of(self, slot: int) -> float:
@@ -181,7 +181,7 @@ class Terms:
 
 
 class FewTerms:
-    """The same of a small pool: what they are computed from."""
+    """`Terms` of a small pool, computed when somebody reads them; the columns are as they were at the choice."""
 
     def __init__(self, slots: Ints, columns: list[tuple[float, ...]], saved: list[float], ask: Ask, weight: float) -> None:
         """Args: columns, saved: of each worker. weight: of the decode term."""
@@ -192,6 +192,7 @@ class FewTerms:
         self.weight = weight
 
     def as_terms(self) -> Terms:
+        """Written out."""
         rows = [_few_terms(column, saved, self.ask, self.weight) for column, saved in zip(self.columns, self.saved, strict=True)]
         return Terms(self.slots, *np.array(rows).T)
 

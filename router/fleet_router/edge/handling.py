@@ -20,7 +20,7 @@ from fleet_router.api.body import LongPrompt, Parsed, Prompt, begin_prompt
 from fleet_router.api.dialects import OLLAMA, OPENAI
 from fleet_router.api.paths import PATHS, Kind
 from fleet_router.decide.retry import RetryBudget
-from fleet_router.desk import Desk, Lease, Promise, Turn, Want
+from fleet_router.desk import ComingLease, Desk, Lease, Turn, Want
 from fleet_router.edge import local
 from fleet_router.edge.callers import Caller
 from fleet_router.edge.encoders import Encoders
@@ -36,16 +36,16 @@ from fleet_text.ollama_chat import LATEST
 
 log = logging.getLogger(__name__)
 
-_ANY: Final = Kind.ANY
+_ANY: Final = Kind.ANY  # a member of an enum is looked up each time
 _EMBED: Final = Kind.EMBED
 _GENERATE: Final = Kind.GENERATE
 MAX_ATTEMPTS: Final = 2  # of a request that a worker took
 MAX_UNDELIVERED: Final = 3  # further tries when no worker took it
 _STATUSES: Final = {n: f"{n}xx" for n in range(1, 10)}
-_WORKER: Final = names.HEADER_TOLD_WORKER
-_HITS: Final = names.HEADER_TOLD_HITS
-_KEYS: Final = names.HEADER_TOLD_KEYS
-_QUEUE: Final = names.HEADER_TOLD_QUEUE
+_WORKER_HEADER: Final = names.HEADER_TOLD_WORKER
+_HITS_HEADER: Final = names.HEADER_TOLD_HITS
+_KEYS_HEADER: Final = names.HEADER_TOLD_KEYS
+_QUEUE_HEADER: Final = names.HEADER_TOLD_QUEUE
 
 
 class Dispatcher:
@@ -61,7 +61,7 @@ class Dispatcher:
         self.running = Running()
         self.rates = TokenRates()
         self.retries = RetryBudget(settings.workers)
-        self.logs_ends = log.isEnabledFor(logging.DEBUG)
+        self.is_debug = log.isEnabledFor(logging.DEBUG)  # asked once: logging was set up before
 
     def count_end(self, exchange: Exchange) -> None:
         """A request is over."""
@@ -91,12 +91,13 @@ class Dispatcher:
 
     def model_revision(self, service: Service[Any], revision: str) -> str:
         """Of the revision's ready workers; asks for its tokenizer when it is not here."""
-        model_revision = service.model_of(revision)
-        if self.encoders.get(model_revision) is None:
-            worker = next((w for w in service.workers if w.routable and w.record.revision == revision), None)
-            if worker is not None:
-                self.encoders.want(worker.record, worker.host)
-        return model_revision
+        worker: WorkerView | None = service.ready_of(revision)
+        if worker is None:
+            return ""
+        record = worker.record
+        if self.encoders.get(record.model_revision) is None:
+            self.encoders.want(record, worker.host)
+        return record.model_revision
 
     def note(self, failure: Failure) -> None:
         """Tells registry and brain what a failure says about the worker."""
@@ -231,19 +232,17 @@ class Handling:
         elif isinstance(turn, Turn):
             self._turn = turn
             self._exchange.on_gone = self.client_gone
-            turn.lease.when_done(self._turn_came)
+            turn.coming.when_done(self._turn_came)
         else:
             self._take(turn)
 
     def _find_service(self) -> Service[Any]:
         return self._dispatcher.find(self._parsed.model, ollama=self._parsed.dialect is OLLAMA, caller=self._caller)
 
-    def _turn_came(self, promise: Promise) -> None:
-        if self._turn is None:  # nobody waits any more: the desk takes back what came
-            return
+    def _turn_came(self, coming: ComingLease) -> None:
         self._turn = None
         try:
-            lease = promise.result()
+            lease = coming.result()
             if lease is None:
                 self._wait_for_worker(self._find_service())
             else:
@@ -409,7 +408,7 @@ class Handling:
             self._span.moments.ended = self._loop.time()
             self._span.end(status, self._made)
         self._dispatcher.count_end(self._exchange)
-        if self._dispatcher.logs_ends:
+        if self._dispatcher.is_debug:
             log.debug("request done", extra={"request_id": self._request_id, "seconds": self._loop.time() - self._began})
         if self._on_end is not None:
             self._on_end()
@@ -418,8 +417,8 @@ class Handling:
 def _told(parsed: Parsed, prompt: Prompt, lease: Lease, request_id: str) -> bytes:
     """Header lines of an answer: who gives it, what it should have cached and how that is known, how long it waited."""
     worker, waited_ms = lease.serving.worker.name, int(lease.waited_s * 1000)
-    text = f"{_WORKER}: {worker}\r\n{_HITS}: {lease.predicted_tokens}\r\n{_KEYS}: {prompt.made_of}\r\n{_QUEUE}: {waited_ms}\r\n"
-    lines = text.encode("latin-1", "replace")
+    text = f"{_WORKER_HEADER}: {worker}\r\n{_HITS_HEADER}: {lease.predicted_tokens}\r\n"
+    lines = f"{text}{_KEYS_HEADER}: {prompt.made_of}\r\n{_QUEUE_HEADER}: {waited_ms}\r\n".encode("latin-1", "replace")
     more = parsed.dialect.more_id_header
     return lines + b"%b: %b\r\n" % (more, request_id.encode()) if more else lines
 

@@ -1,6 +1,6 @@
 """One attempt at a request: sends its legs, merges what comes back, streams the answer's bytes unchanged, ends everything with it.
 
-Called by `service` with a lease; never retries itself, but says whether another attempt may. How the legs of a pair are written and
+Called by `handling` with a lease; never retries itself, but says whether another attempt may. How the legs of a pair are written and
 find each other is the hand-over of their engine (`engines`). A stream is passed on in whole events only, so that an error event can
 always follow what the client has; bytes are never changed. Callbacks on the event loop, no task per leg.
 """
@@ -288,7 +288,7 @@ class Attempt:
         exchange = self._exchange
         self.dialect = parsed.dialect
         exchange.on_gone, exchange.on_pause, exchange.on_resume = self.client_gone, self._pause, self._resume
-        self._set_timer(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
+        self._set_limit(self._timing.first_token_s + DEADLINE_GRACE_S, self._late)
         self._then = then
         self._parsed, self._prompt = parsed, prompt
         try:
@@ -370,7 +370,7 @@ class Attempt:
         elif all(not s.open for s in self._sinks):
             self._finish(Outcome(failure=failure))
         else:
-            self._set_timer(PEER_CAUSE_S, self._no_other_cause)
+            self._set_limit(PEER_CAUSE_S, self._no_other_cause)
 
     # -- from the client
 
@@ -382,7 +382,7 @@ class Attempt:
             return
         self._left = self._loop.create_future()
         self._aborter.keep(self._left)
-        self._set_timer(PATIENCE_S, lambda: self._finish(Outcome(gone=True)))
+        self._set_limit(PATIENCE_S, lambda: self._finish(Outcome(gone=True)))
 
     def abort(self, error: ApiError) -> None:
         """Somebody else than the client wants its end: it hears the error."""
@@ -400,10 +400,10 @@ class Attempt:
         if (handle := self._serving.handle) is not None:
             handle.resume()
 
-    # -- timers
+    # -- limits
 
-    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
-        self._pool.alarms.set(self._alarm, self._loop.time(), seconds, then)
+    def _set_limit(self, seconds: float, then: Callable[[], None]) -> None:
+        self._pool.alarms.set(self._alarm, seconds, then)
 
     def _no_other_cause(self) -> None:
         self._finish(Outcome(failure=self._failures[0]))
@@ -418,7 +418,7 @@ class Attempt:
             and all(leg.worker.state in WELL and not leg.worker.removed for leg in self._lease.legs())
         ):
             if took < self._timing.answer_s:
-                self._set_timer(min(LOOK_AGAIN_S, self._timing.answer_s - took), self._late)
+                self._set_limit(min(LOOK_AGAIN_S, self._timing.answer_s - took), self._late)
                 return
             error = errors.worker_timeout(worker.name, "gave no whole answer", self._timing.answer_s, "--answer-timeout of the router")
         else:
@@ -439,7 +439,7 @@ class Attempt:
         if self._exchange.paused:
             quiet = 0.0
         if quiet < self._timing.silence_s:
-            self._set_timer(self._timing.silence_s - quiet, self._check_silence)
+            self._set_limit(self._timing.silence_s - quiet, self._check_silence)
             return
         worker = self._lease.serving.worker
         self.on_stream_end(errors.worker_timeout(worker.name, "sent nothing more", self._timing.silence_s, "--silence-timeout of the router"))
@@ -486,7 +486,7 @@ class Attempt:
         elif self._left is None and self._hand_over.watches_transfer and self._stream_asked and not self.streamed:
             left_s = self._began + self._timing.first_token_s + DEADLINE_GRACE_S - self._loop.time()
             if self._transfer_s() < left_s:
-                self._set_timer(self._transfer_s(), self._transfer_late)
+                self._set_limit(self._transfer_s(), self._transfer_late)
 
     def _pass_events(self, data: bytes) -> None:
         """Whole events of the stream; the first may say that there will be none."""
@@ -505,7 +505,7 @@ class Attempt:
             self._lease.first_token()
             self._forget_request()
             self._exchange.start_stream(self._serving.content_type)
-            self._set_timer(self._timing.silence_s, self._check_silence)
+            self._set_limit(self._timing.silence_s, self._check_silence)
         self._mid_event = mid_event
         before = self._tail[1] if len(data) < TAIL_BYTES else b""
         self._tail = (before, data[-TAIL_BYTES:])  # not the pieces themselves: a slow reader's are large

@@ -22,7 +22,7 @@ from fleet_contract.errors import ApiError
 from fleet_router import errors, revisions
 from fleet_router.counters import Counters
 from fleet_router.decide.shares import Use
-from fleet_router.desk import Lease, Leg, Promise, Turn, Want
+from fleet_router.desk import ComingLease, Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
 from fleet_router.grid import call_on_tick
 from fleet_router.link import Answer, Channel, keep_connected
@@ -83,8 +83,8 @@ class _Holding:
 class _Asked(Turn):
     """A choice that the brain was asked for."""
 
-    def __init__(self, lease: Promise, number: int, want: Want, deadline: float) -> None:
-        super().__init__(lease)
+    def __init__(self, number: int, want: Want, deadline: float) -> None:
+        super().__init__(ComingLease())
         self.number = number
         self.want = want
         self.deadline = deadline  # loop time
@@ -194,18 +194,16 @@ class RemoteDesk:
         """The brain chooses, without one the safe rule. See `Desk`."""
         if self._channel is None:
             return self._choose_safely(want)
-        asked = _Asked(Promise(), 0, want, self._loop.time() + timeout_s)
+        asked = _Asked(0, want, self._loop.time() + timeout_s)
         self._ask(asked)
         return asked
 
     def leave(self, turn: Turn) -> None:
         """See `Desk`."""
         assert isinstance(turn, _Asked)
+        turn.coming.leave()
         if self._asked.pop(turn.number, None) is not None:
-            turn.lease.cancel()
             self._send(Over(turn.number))
-        else:
-            turn.lease.take_back()
 
     def _ask(self, asked: _Asked) -> None:
         """Under a new number; again after the brain's answer was overtaken by a change of the table."""
@@ -313,7 +311,7 @@ class RemoteDesk:
                 log.error("the deciding process is gone: workers are chosen by the safe rule until it is back")
         asked, self._asked = list(self._asked.values()), {}
         for turn in asked:
-            turn.lease.give(self._choose_safely(turn.want))
+            turn.coming.give(self._choose_safely(turn.want))
 
     def _take(self, channel: Channel, message: Message) -> None:
         """Everything but questions and answers."""
@@ -347,11 +345,11 @@ class RemoteDesk:
             if waiter is not None and not waiter.done() and isinstance(message, Refused):
                 waiter.set_exception(message.error())
         elif isinstance(message, Granted):
-            asked.lease.give(self._lease(message, asked.want))
+            asked.coming.give(self._lease(message, asked.want))
         elif isinstance(message, Refused):
-            asked.lease.give(None, message.error())
+            asked.coming.fail(message.error())
         elif message.version >= self._version:
-            asked.lease.give(None)
+            asked.coming.give(None)
         else:  # the table has changed since the brain said no
             self._ask(asked)
 

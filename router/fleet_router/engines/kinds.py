@@ -1,4 +1,4 @@
-"""Kinds of engine behind the router: our own runtime, vLLM, SGLang. `engine_of` gives the one of a worker."""
+"""The engines by name of their kind: our own runtime, vLLM, SGLang. Asked by registry, relay, encoders and answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """HTTP/1.1 towards workers: connections kept alive per address, each carrying one request at a time for a `Sink`.
 
 Raw protocol on the event loop; httptools finds where an answer ends, its bytes go on unchanged. A short answer whose head has the very
-bytes of one that was read before is not parsed again. Called by relay (streams) and by
+bytes of one that was read before is not parsed again, nor is a chunk that came alone and whole (`chunk`). Called by relay (streams) and by
 `fetch` (small questions). A kept connection that turns out to be dead is replaced once, silently, when no answer byte came.
 """
 
@@ -37,7 +37,7 @@ MAX_KNOWN_HEAD = 1 << 10  # bytes of each
 
 
 class Sink(ABC):
-    """What a request's answer flows into. After `on_end` or `on_lost` nothing more comes."""
+    """What a request's answer flows into. After `on_end` or `on_lost` nothing more comes. A base, since compiled code calls that directly."""
 
     @abstractmethod
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -179,13 +179,13 @@ class Connection(asyncio.Protocol):
     # -- used by pool and relay
 
     def send(self, parts: Sequence[bytes], sink: Sink) -> None:
-        """Writes one request. The bytes are kept until the first answer byte, for the silent second try."""
+        """Writes one request, at the end of this turn of the loop. The bytes are kept until the first answer byte, for the silent second try."""
         assert self.transport is not None and self.sink is None
         self.sink, self.answered, self._headers, self._head_bytes, self._parser = sink, False, [], 0, None
         self._retry = tuple(parts) if self.reused else None
         self._sent_at = self.loop.time()
         self._unsent = parts
-        self.pool.outbox.add(self._write, self.loop)
+        self.pool.outbox.add(self._write)
 
     def _write(self) -> None:
         parts, self._unsent = self._unsent, ()
@@ -310,7 +310,7 @@ class Pool:
         self._idle: dict[tuple[str, int], deque[Connection]] = {}
         self._open: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.outbox = Outbox()
+        self.outbox = Outbox(self.loop)
         self.alarms = Alarms(self.loop)
         self.heads: dict[bytes, KnownHead] = {}  # by their bytes, up to the empty line
 

@@ -1,6 +1,7 @@
-"""What streams send to their clients in one turn of the event loop leaves together, at the turn's end.
+"""What an edge writes in one turn of the event loop, to clients and to workers, leaves together when the turn is over.
 
-When many tokens are read in a turn, and only then written, their clients' process is woken up once for all of them. One event loop owns it.
+When all that came is read first, and only then written, the processes at the other ends are woken up once for many writes. One event loop
+owns it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Callable
 class Outbox:
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._waiting: list[Callable[[], None]] = []
 
-    def add(self, send: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        """`send` is called before anything more is read."""
+    def add(self, send: Callable[[], None]) -> None:
+        """`send` is called once this turn is over, before the next one reads. It raises nothing."""
         if not self._waiting:
-            loop.call_soon(self._send)
+            self._loop.call_soon(self._send)
         self._waiting.append(send)
 
     def _send(self) -> None:

@@ -56,7 +56,7 @@ class ServerState:
     draining: bool = False
     last_request_s: float = 0.0  # while draining: how long an idle connection may still bring a request
     heads: dict[bytes, Head] = field(default_factory=dict)  # by their bytes, up to the empty line
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: Outbox = field(default_factory=lambda: Outbox(asyncio.get_running_loop()))
     bodies: HeldBodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class DataProtocol(asyncio.Protocol):
         self._then: Callable[[], None] | None = None
         self._raw_head = b""  # of the message that is parsed now, when it came whole
         self._write_timer: asyncio.TimerHandle | None = None
-        self._unsent: list[bytes] = []  # of a stream, in this turn of the loop
+        self._unsent: list[bytes] = []  # small pieces of this turn of the loop
         self._written = 0
         self._flushed = 0
         self._closed_for_reading = False
@@ -351,9 +351,12 @@ class DataProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def write(self, data: bytes) -> None:
-        """Bytes to the client; starts the watch on a client that does not read."""
-        if self._unsent:
-            self.flush()
+        """Bytes to the client, at once."""
+        self.flush()
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        """Starts the watch on a client that does not read."""
         if self.transport is None or self.transport.is_closing():
             return
         self._written += len(data)
@@ -366,12 +369,12 @@ class DataProtocol(asyncio.Protocol):
             self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
 
     def write_soon(self, data: bytes) -> None:
-        """A piece of a stream, with those of other streams."""
+        """Bytes to the client, with all that leaves in this turn; more than SMALL_PIECE at once."""
         if len(data) > SMALL_PIECE:
             self.write(data)
             return
         if not self._unsent:
-            self.state.outbox.add(self.flush, self.loop)
+            self.state.outbox.add(self.flush)
         self._unsent.append(data)
 
     def flush(self) -> None:
@@ -379,7 +382,7 @@ class DataProtocol(asyncio.Protocol):
         pieces = self._unsent
         if pieces:
             self._unsent = []
-            self.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            self._put(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _unpause(self) -> None:
         """When the transport, which has looked meanwhile, sees nothing to wait for it tells nothing."""

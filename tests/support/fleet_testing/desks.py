@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fleet_router.desk import Desk, Lease, Promise, Turn, Want
+from fleet_contract.errors import ApiError
+from fleet_router.desk import ComingLease, Desk, Lease, Turn, Want
 
 
 async def acquire(desk: Desk, want: Want, timeout_s: float) -> Lease | None:
@@ -13,19 +14,24 @@ async def acquire(desk: Desk, want: Want, timeout_s: float) -> Lease | None:
     if not isinstance(turn, Turn):
         return turn
     future: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-    turn.lease.when_done(lambda promise: _tell(promise, future))
+    turn.coming.when_done(lambda coming: _tell(coming, future))
     try:
         return await future
     except asyncio.CancelledError:
         desk.leave(turn)
+        if future.done() and not future.cancelled() and future.exception() is None and (lease := future.result()) is not None:
+            lease.release()  # it came, and nobody took it
         raise
 
 
-def _tell(promise: Promise, future: asyncio.Future[Lease | None]) -> None:
-    if future.done():  # cancelled, and not left yet
-        promise.take_back()
-        return
+def _tell(coming: ComingLease, future: asyncio.Future[Lease | None]) -> None:
     try:
-        future.set_result(promise.result())
-    except Exception as e:
-        future.set_exception(e)
+        lease = coming.result()
+    except ApiError as e:
+        if not future.done():
+            future.set_exception(e)
+        return
+    if not future.done():
+        future.set_result(lease)
+    elif lease is not None:  # cancelled in this very moment
+        lease.release()

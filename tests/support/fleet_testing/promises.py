@@ -90,7 +90,7 @@ def churn(changes: int, live_blocks: int, seed: int) -> None:
     from fleet_router.decide.lives import GPU
     from fleet_router.process import give_back_large_blocks
 
-    give_back_large_blocks()  # as every process of the router
+    give_back_large_blocks()  # as every child process of the router
     rng, me, slots = random.Random(seed), psutil.Process(), SLOTS
     index = PrefixIndex()
     for slot in range(slots):
