@@ -1,7 +1,7 @@
 """Long time limits, of which nearly all are dropped before they are over: many share one timer of the loop, which looks at them a few times a second.
 
-A limit goes off up to `LOOK_EVERY_S` late, never early; a short one has a timer of its own and is exact. What is called raises nothing. One
-event loop owns it. Timers that come again and again are for `grid`.
+A limit goes off up to `LOOK_EVERY_S` late, never early; a short one has a timer of its own and is exact. One event loop owns it. Timers
+that come again and again are for `grid`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ class Alarms:
     def _look(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for alarm in [a for a in self._long if a.due <= now]:
+        over = [a for a in self._long if a.due <= now]
+        if self._long:
+            self._keep_looking()  # first: one that raises leaves the others to the next look
+        for alarm in over:
             if alarm.due <= now:  # one that went off may have dropped this one, or set it anew
                 self._forget(alarm)
                 _go_off(alarm)
-        if self._long:
-            self._keep_looking()
 
 
 def _stop_timer(alarm: Alarm) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
 
 CODE_WORKER_TIMEOUT: Final = "worker_timeout"
 OUT_OF_FILES: Final = "out_of_files"
 CODE_WORKER_SHAPE: Final = "worker_error_shape"  # a worker's error that is no error of the API
+UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises for what others wrote; deep nesting too
 NOT_TO_SHOW: Final = ("bad_worker_answer", CODE_WORKER_SHAPE)  # a client gets our words for it, not the worker's
 
 

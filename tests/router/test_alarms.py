@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,3 +94,14 @@ def test_alarms_go_off_as_timers_of_their_own_would_a_look_late_at_most(ops: lis
     loop.run_until(loop.now + 20)
     assert not due
     assert not loop.timers, "nothing is set, and nothing wakes the process up"
+
+
+def test_one_that_raises_leaves_the_others_to_the_next_look() -> None:
+    loop, off = Loop(), []
+    alarms = Alarms(cast(asyncio.AbstractEventLoop, loop))
+    for then in (lambda: 1 // 0, lambda: off.append(1)):
+        alarms.set(Alarm(), 5.0, then)
+    with pytest.raises(ZeroDivisionError):
+        loop.run_until(loop.now + 10)
+    loop.run_until(loop.now + 10)
+    assert off == [1] and not loop.timers

@@ -138,6 +138,7 @@ async def test_a_client_that_leaves_ends_both_legs_of_any_dialect(
     [
         (b'{"n": 12}', 12), (b'{"n":12,', 12), (b'{"n":3},{"n":  7 }', 7), (b'{"n":1.5}', None), (b'{"n":-1}', None), (b'{"n":null}', None),
         (b'{"n":', None), (b'{"n":5', 5), (b'{"m":5}', None), (b'{"n":123456789012}', None), (b'{"n":12345678901}', 12345678901), (b'{"n":7\n}', 7),
+        (b'{"n":\n 5}', 5),
     ],
 )  # fmt: skip
 def test_the_last_number_of_a_name(text: bytes, number: int | None) -> None:
@@ -154,3 +155,8 @@ def test_the_last_number_of_a_name(text: bytes, number: int | None) -> None:
 def test_whole_events_and_their_number(data: bytes, end: int, events: int) -> None:
     assert OPENAI.event_end(data) == end
     assert OPENAI.events(data[:end]) == events
+
+
+@pytest.mark.parametrize("data", [b"x", b"ab", b"abc\nx", b""])
+def test_a_piece_of_an_event_is_no_event(data: bytes) -> None:
+    assert OPENAI.events(data) == 0

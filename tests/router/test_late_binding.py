@@ -11,6 +11,8 @@ import pytest
 
 from fleet_router.brain import reports
 from fleet_router.decide.retry import BUDGET_FLOOR
+from fleet_router.edge.remote_desk import RemoteDesk
+from fleet_router.messages import Granted, NoWorker, Over, Refused, TableNews
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body
 from fleet_testing.router_fleet import Fleet, MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -129,6 +131,48 @@ async def test_requests_that_wait_when_the_last_worker_goes_wait_for_any(make_wo
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_ready_worker")
     gate.set()
     await first
+
+
+@pytest.mark.parametrize("split", [False, True])
+async def test_a_request_that_waits_goes_to_another_revision_that_is_ready(split: bool, make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
+    """A rolling update: the workers that it waits for go, others are there. It slept for its whole time, since nothing changed any more."""
+    old, new = await make_worker(), await make_worker(revision="bbbbbbbb")
+    new.ready = False
+    fleet = await make_fleet(old, new, wait=False, split=split, queue_timeout=8.0)
+    await until(lambda: fleet.ready() == 1 and fleet.edge.encoders.get(old.record.model_revision) is not None, "the old one serves")
+    gate, first = await hold(old, fleet)
+    second = asyncio.create_task(fleet.chat(f"1 {PROMPT}"))
+    await until(lambda: waiting(fleet) == 1, "it waits for the old one")
+    new.ready = True
+    await until(lambda: fleet.ready() == 2, "the new one is ready")
+    old.ready = False
+    answer = await asyncio.wait_for(second, 6)
+    gate.set()
+    await first
+    assert answer.status_code == 200 and len(new.legs) == 1
+
+
+async def test_a_no_that_is_outdated_when_it_is_read_keeps_nobody_waiting(
+    make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The brain says that nobody is ready, and a table with a worker follows in the same frame."""
+    worker = await make_worker()
+    fleet = await make_fleet(worker, split=True, queue_timeout=8.0)
+    desk = fleet.edge.desk
+    assert isinstance(desk, RemoteDesk)
+    take = desk._take_answer
+
+    def no_then_table(message: Granted | NoWorker | Refused) -> None:
+        monkeypatch.setattr(desk, "_take_answer", take)
+        assert isinstance(message, Granted)
+        desk._send(Over(message.number))
+        take(NoWorker(message.number, desk._version))
+        desk._take_table(TableNews(desk._version + 1, True, None, [], []))
+
+    monkeypatch.setattr(desk, "_take_answer", no_then_table)
+    answer = await asyncio.wait_for(fleet.chat(), 6)
+    assert answer.status_code == 200
+    await fleet.idle()
 
 
 async def test_a_short_prompt_goes_to_a_worker_that_decodes_many_without_waiting(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from fleet_contract.errors import ApiError
 from fleet_router.api.dialects import OPENAI
+from fleet_router.engines import openai_worker
+from fleet_router.engines.radixfleet import Radixfleet
 from fleet_testing.fake_worker import DEFAULT_STREAM, FakeWorker, Script, error_body, sse
 from fleet_testing.router_fleet import MakeFleet, MakeWorker
 from fleet_testing.router_process import until
@@ -458,3 +461,31 @@ def test_the_end_of_the_last_whole_event(data: bytes, end: int) -> None:
 )
 def test_cached_tokens_are_found(text: bytes, n: int | None) -> None:
     assert OPENAI.cached_tokens(text) == n
+
+
+async def test_an_error_that_is_nested_without_end_is_an_answer_like_others(
+    make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's and SGLang's are read. The parser swallowed what was raised behind the last byte, and the request waited for its deadline."""
+    monkeypatch.setattr(Radixfleet, "error", lambda self, status, body: openai_worker.error(status, body))
+    worker = await make_worker()
+    fleet = await make_fleet(worker, first_token_timeout=20.0, answer_timeout=20.0)
+    worker.default = Script(status=500, body=b'{"error":' + b"[" * 5000 + b"]" * 5000 + b"}")
+    answer = await asyncio.wait_for(fleet.chat(), 8)
+    assert answer.status_code == 500
+    await fleet.idle()
+
+
+async def test_an_answer_whose_end_cannot_be_handled_has_an_end_all_the_same(
+    make_worker: MakeWorker, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Radixfleet, status: int, body: bytes) -> ApiError:
+        raise RuntimeError("as nobody foresaw")
+
+    monkeypatch.setattr(Radixfleet, "error", broken)
+    worker = await make_worker()
+    fleet = await make_fleet(worker, first_token_timeout=20.0, answer_timeout=20.0)
+    worker.default = Script(status=500, body=b"{}")
+    answer = await asyncio.wait_for(fleet.chat(), 8)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_worker_answer")
+    await fleet.idle()

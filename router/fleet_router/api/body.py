@@ -32,6 +32,7 @@ from fleet_router.api.paths import (
     scalar,
 )
 from fleet_router.decide.keys import STRIDE, made_of
+from fleet_router.errors import UNDECODABLE
 from fleet_text.chat import ChatInputs, PromptError
 
 if TYPE_CHECKING:  # the brain imports this module without tokenizers
@@ -102,7 +103,7 @@ def parse_body(path: Path, body: bytes) -> Parsed:
         fields = _top.decode(body)
     except msgspec.ValidationError:
         raise ApiError(400, "the body has to be a JSON object", code="invalid_type") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNDECODABLE as e:
         raise ApiError(400, f"the body is no valid JSON: {e}", code="invalid_json") from None
     for name in fields:
         if name.startswith(RESERVED_PREFIX) or name in RESERVED_FIELDS:
@@ -123,7 +124,7 @@ def asked_path(path: str, body: bytes) -> Path:
     if not path:
         try:
             return path_of(_top.decode(body))
-        except (msgspec.DecodeError, RecursionError):
+        except UNDECODABLE:
             return CHAT  # reading it says what is wrong
     found = PATHS.get(path)
     if found is None or found.method != "POST":

@@ -12,11 +12,12 @@ import msgspec
 
 from fleet_contract import errors
 from fleet_contract.errors import ApiError
+from fleet_router.errors import UNDECODABLE
 
 EVENT_STREAM: Final = b"text/event-stream"
 JSON_LINES: Final = b"application/x-ndjson"
 MAX_DIGITS: Final = 11  # of a number of tokens
-_SPACE: Final = ord(" ")
+_SPACES: Final = b" \t\r\n"
 _ZERO: Final = ord("0")
 _NINE: Final = ord("9")
 _BEHIND: Final = b",}] \t\r\n"  # what may follow a number
@@ -61,7 +62,7 @@ class Dialect:
 
     def events(self, data: bytes) -> int:
         """How many events these whole ones are."""
-        if data.find(b"\n") == len(data) - 2:  # one event of one line: nearly always
+        if data.endswith(b"\n\n") and data.find(b"\n") == len(data) - 2:  # one event of one line: nearly always
             return 1
         return data.count(b"\n\n") or data.count(b"\n\r\n")
 
@@ -191,7 +192,7 @@ def _data_of(event: bytes) -> bytes:
 def _decoded(data: bytes) -> _Said:
     try:
         return _said.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return _Said()
 
 
@@ -202,7 +203,7 @@ def last_number(text: bytes, name: bytes) -> int | None:
         return None
     at += len(name)
     end = len(text)
-    while at < end and text[at] == _SPACE:
+    while at < end and text[at] in _SPACES:
         at += 1
     value, first = 0, at
     while at < end and at < first + MAX_DIGITS and _ZERO <= text[at] <= _NINE:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from fleet_router.errors import UNDECODABLE
+
 _BLANK_LINE: Final = re.compile(rb"\r?\n\r?\n")
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
 
@@ -30,7 +32,7 @@ def event_json(event: bytes) -> Any:
     line = next((x for x in event.splitlines() if x.startswith(b"data:")), b"")
     try:
         return msgspec.json.decode(line[5:])
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
 
 

@@ -21,6 +21,7 @@ from fleet_contract import names
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.peers import Identity, PeerBook, PeerMessage
+from fleet_router.errors import UNDECODABLE
 from fleet_router.grid import call_on_tick
 from fleet_router.observed import RouterFacts
 
@@ -177,7 +178,7 @@ class PeerExchange:
     def _take(self, key: str, data: bytes) -> None:
         try:
             message = self._decoder.decode(data)
-        except msgspec.DecodeError as e:
+        except UNDECODABLE as e:
             log.warning("a message of another router cannot be read", extra={"peer": key, "reason": str(e)})
             return
         peer = self._book.peers[key]

@@ -24,7 +24,7 @@ from fleet_contract.worker import LoadReport, WorkerRecord
 from fleet_router.decide.load import REPORT_LIFE_S
 from fleet_router.engines.base import Fetch, PolledLoad, key_headers
 from fleet_router.engines.kinds import engine_of
-from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES
+from fleet_router.errors import CODE_WORKER_TIMEOUT, OUT_OF_FILES, UNDECODABLE
 from fleet_router.grid import not_before
 from fleet_router.http.client import Pool, fetch
 from fleet_router.observed import PodFacts
@@ -236,7 +236,7 @@ class Registry:
             if (full or record is None) and (healthy or engine.kind == names.ENGINE_OURS):
                 record = await engine.record(ask, endpoint.target, record, str(endpoint.life))
             endpoint.missed, endpoint.answered, answers = 0, True, True
-        except (ApiError, msgspec.DecodeError) as e:
+        except (ApiError, *UNDECODABLE) as e:
             if isinstance(e, ApiError) and e.code == OUT_OF_FILES:
                 return  # it was not even asked: what we knew stands
             if isinstance(e, ApiError) and e.code == CODE_UNREACHABLE:
@@ -275,7 +275,7 @@ class Registry:
         assert record is not None
         try:
             endpoint.load = await engine_of(record.engine).load(self._fetch_of(endpoint), record)
-        except (ApiError, msgspec.DecodeError) as e:
+        except (ApiError, *UNDECODABLE) as e:
             log.debug("no load", extra={"worker": endpoint.key, "reason": str(e)})
             return
         if endpoint.load is None:
@@ -311,7 +311,7 @@ class Registry:
                 continue
             try:
                 report = decoder.decode(frames[1])
-            except msgspec.DecodeError:
+            except UNDECODABLE:
                 continue  # a newer writer's report that we cannot read: own picks count instead
             pod_uid = frames[0].removeprefix(b"load@").decode("utf-8", "replace")
             now = asyncio.get_running_loop().time()

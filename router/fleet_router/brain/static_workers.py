@@ -15,6 +15,7 @@ from fleet_contract import names
 from fleet_contract.errors import ApiError
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.registry import Endpoint, Registry
+from fleet_router.errors import UNDECODABLE
 from fleet_router.target import BadTarget, Target, parse_target
 
 KEPT: Final = "in memory of this router, until it restarts; name it with --static to keep it"
@@ -73,7 +74,7 @@ def read_target(body: bytes) -> Target:
     Raises ApiError."""
     try:
         fields = _object.decode(body)
-    except msgspec.DecodeError as e:
+    except UNDECODABLE as e:
         raise ApiError(400, f'the body has to be like {{"url": "http://HOST:PORT", "engine": "vllm"}}: {e}', code="invalid_json") from None
     url, engine = fields.pop("url", None), fields.pop("engine", "")
     wrong = next((name for name, v in fields.items() if type(v) not in (str, int)), None)

@@ -15,6 +15,7 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import ProbeAnswer, ProbeRequest
 from fleet_router import metrics
 from fleet_router.control.workers_api import add_workers_api
+from fleet_router.errors import UNDECODABLE
 from fleet_router.link import LinkClient
 from fleet_router.messages import Reply
 
@@ -115,7 +116,7 @@ def _add_tables(app: FastAPI, link: LinkClient, max_body_bytes: int) -> None:
             body = await read_body(request, MAX_PROBE_BYTES)
             msgspec.json.decode(body, type=ProbeRequest)
             reply = await link.ask("probe", namespace, name, body=body, timeout_s=PROBE_TIMEOUT_S)
-        except msgspec.DecodeError as e:
+        except UNDECODABLE as e:
             return _not_ok(f'the body has to be {{"revision": "..."}}: {e}')
         except ApiError as e:
             return _not_ok(e.message)

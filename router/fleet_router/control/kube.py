@@ -13,6 +13,7 @@ from kubernetes.aio import client, config
 
 from fleet_contract import names
 from fleet_router.control.discovery import PODS, WATCH_S, Gone, Json, SourceError
+from fleet_router.errors import UNDECODABLE
 
 LIST_TIMEOUT_S: Final = 30.0
 SELECTOR: Final = f"{names.LABEL_COMPONENT} in ({names.COMPONENT_WORKER},{names.COMPONENT_ROUTER})"
@@ -31,7 +32,7 @@ class KubernetesSource:
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 answer = msgspec.json.decode(await response.read())
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as e:
+        except (aiohttp.ClientError, TimeoutError, OSError, *UNDECODABLE) as e:
             raise SourceError(f"list of {kind}: {e or type(e).__name__}") from e
         return list(answer.get("items") or []), str(answer["metadata"]["resourceVersion"])
 
@@ -46,7 +47,7 @@ class KubernetesSource:
                 for line in lines:
                     if line:
                         yield self._event(msgspec.json.decode(line))
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as e:
+        except (aiohttp.ClientError, TimeoutError, OSError, *UNDECODABLE) as e:
             raise SourceError(f"watch of {kind}: {e or type(e).__name__}") from e
         finally:
             response.close()

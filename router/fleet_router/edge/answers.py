@@ -13,6 +13,7 @@ from fleet_contract.worker import ProbeRequest
 from fleet_router.edge.service import DataService
 from fleet_router.engines.base import key_headers
 from fleet_router.engines.kinds import engine_of
+from fleet_router.errors import UNDECODABLE
 from fleet_router.http.client import fetch
 from fleet_router.messages import Ask
 from fleet_router.table import WorkerView
@@ -81,5 +82,5 @@ class EdgeAnswers:
 def _read(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as e:
+    except UNDECODABLE as e:
         raise ApiError(400, f"the body is not as it should be: {e}", code="invalid_json") from None

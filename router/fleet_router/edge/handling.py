@@ -156,6 +156,7 @@ class Handling:
         self._lease: Lease | None = None
         self._attempt: Attempt | None = None
         self._turn: Turn | None = None
+        self._service: Service[Any] | None = None  # as the table had it when a lease was asked for
         self._asked = 0.0
         self._task: asyncio.Task[None] | None = None
         self._made: int | None = None
@@ -225,7 +226,7 @@ class Handling:
             silent=not parsed.stream, tenant=caller.tenant, klass=self._klass, size_bytes=len(parsed.body),
             key_tokens=prompt.key_tokens,
         )  # fmt: skip
-        self._asked, self._prompt = now, prompt
+        self._asked, self._prompt, self._service = now, prompt, service
         turn = desk.begin(want, max(0.001, min(d.settings.busy_timeout, self._deadline - now)))
         if turn is None:
             self._wait_for_worker(service)
@@ -243,10 +244,12 @@ class Handling:
         self._turn = None
         try:
             lease = coming.result()
-            if lease is None:
-                self._wait_for_worker(self._find_service())
-            else:
+            if lease is not None:
                 self._take(lease)
+            elif (service := self._find_service()) is self._service:
+                self._wait_for_worker(service)
+            else:  # the table has changed since it asked: another revision may serve
+                self._seek()
         except Exception as e:
             self._fail(e)
 
@@ -260,6 +263,8 @@ class Handling:
         self._wait(self._change(service, left))
 
     async def _change(self, service: Service[Any], left_s: float) -> None:
+        if self._desk.table.services.get(service.key) is not service:
+            return  # it changed before this task had its turn
         began = self._loop.time()
         await self._desk.wait_change(service, left_s)
         self._waited_s += self._loop.time() - began

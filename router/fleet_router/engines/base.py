@@ -17,6 +17,7 @@ from fleet_contract.errors import ApiError
 from fleet_contract.worker import WorkerRecord
 from fleet_router.api.body import Parsed, Prompt
 from fleet_router.desk import Lease, Leg
+from fleet_router.errors import UNDECODABLE
 from fleet_router.http.client import request_parts
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
@@ -131,7 +132,7 @@ def asks_usage(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether the client itself wants its stream's usage."""
     try:
         options = _any.decode(fields["stream_options"])
-    except (KeyError, msgspec.DecodeError):
+    except (KeyError, *UNDECODABLE):
         return False
     return isinstance(options, dict) and options.get("include_usage") is True
 

@@ -20,6 +20,7 @@ from fleet_router.api.paths import CHAT, COMPLETIONS, MAX_CHOICES
 from fleet_router.desk import Leg
 from fleet_router.engines.base import Sending, asks_usage
 from fleet_router.engines.splice import splice
+from fleet_router.errors import UNDECODABLE
 from fleet_text.files import TOKENIZER_FILES
 
 DEFAULT_CAPACITY_TOKENS: Final = 100_000  # of an engine that does not tell
@@ -97,7 +98,7 @@ def error(status: int, said: bytes) -> ApiError:
     type_ = _TYPES.get(status, contract_errors.INVALID_REQUEST if status < 500 else contract_errors.SERVER)
     try:
         parsed = _json.decode(said)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         parsed = None
     inner = parsed.get("error", parsed) if isinstance(parsed, dict) else None
     message = inner.get("message") if isinstance(inner, dict) else None

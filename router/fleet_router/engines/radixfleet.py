@@ -11,6 +11,7 @@ from fleet_contract.worker import AbortRequest, PrefillAnswer, WorkerRecord
 from fleet_router.desk import Leg
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, post
 from fleet_router.engines.rooms import ROOMS
+from fleet_router.errors import UNDECODABLE
 from fleet_router.table import WorkerView
 from fleet_router.target import Target
 from fleet_text.chat import OURS
@@ -74,7 +75,7 @@ class RoomsHandOver:
     def cached(self, body: bytes) -> int | None:
         try:
             return msgspec.json.decode(body, type=PrefillAnswer).cached_tokens
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return None
 
     def release(self, worker: WorkerView) -> Parts | None:

@@ -20,6 +20,7 @@ from fleet_router.engines import openai_worker
 from fleet_router.engines.base import Alone, Fetch, HandOver, Parts, PolledLoad, Sending, key_headers, post
 from fleet_router.engines.openai_worker import count
 from fleet_router.engines.prometheus import labels_of, total
+from fleet_router.errors import UNDECODABLE
 from fleet_router.table import WorkerView
 from fleet_router.target import MOONCAKE, Target
 from fleet_text.chat import Habits
@@ -237,6 +238,6 @@ def _cache(metrics: bytes) -> tuple[int, int]:
 def _object(said: bytes) -> dict[str, Any]:
     try:
         found = _json.decode(said)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return {}
     return found if isinstance(found, dict) else {}

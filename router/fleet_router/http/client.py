@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -25,6 +26,8 @@ from fleet_router import errors
 from fleet_router.alarms import Alarms
 from fleet_router.http.chunk import whole_chunk
 from fleet_router.http.outbox import Outbox
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 IDLE_LIFE_S = 4.0  # below uvicorn's keep-alive of 5 s
@@ -189,7 +192,7 @@ class Connection(asyncio.Protocol):
 
     def _write(self) -> None:
         parts, self._unsent = self._unsent, ()
-        if self.transport is not None and parts:
+        if self.transport is not None and parts and not self.transport.is_closing():
             self.transport.writelines(parts)
 
     def keep_little(self) -> None:
@@ -248,7 +251,7 @@ class Connection(asyncio.Protocol):
             sink.on_end()
 
     def _finish(self, *, keep_alive: bool) -> None:
-        if keep_alive and self.transport is not None and not self.transport.get_write_buffer_size():
+        if keep_alive and self.transport is not None and not self._unsent and not self.transport.get_write_buffer_size():
             self.pool.keep(self)
         else:
             self.close()
@@ -295,7 +298,12 @@ class Handle(Sink):
 
     def on_end(self) -> None:
         self.done, self.connection = True, None
-        self.sink.on_end()
+        try:
+            self.sink.on_end()
+        except Exception:  # the parser would swallow it, and the request would have no end
+            log.exception("an answer's end could not be handled")
+            text = "a worker's answer could not be handled; the router's log has the cause"
+            self.sink.on_lost(ApiError(502, text, type="server_error", code="bad_worker_answer"))
 
     def on_lost(self, error: ApiError) -> None:
         self.done, self.connection = True, None

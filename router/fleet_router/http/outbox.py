@@ -7,7 +7,10 @@ owns it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 
 class Outbox:
@@ -18,7 +21,7 @@ class Outbox:
         self._waiting: list[Callable[[], None]] = []
 
     def add(self, send: Callable[[], None]) -> None:
-        """`send` is called once this turn is over, before the next one reads. It raises nothing."""
+        """`send` is called once this turn is over, before the next one reads."""
         if not self._waiting:
             self._loop.call_soon(self._send)
         self._waiting.append(send)
@@ -26,4 +29,7 @@ class Outbox:
     def _send(self) -> None:
         waiting, self._waiting = self._waiting, []
         for send in waiting:
-            send()
+            try:
+                send()
+            except Exception:  # the border between connections: one that cannot be written to takes no other's bytes with it
+                log.exception("what was to be sent could not be")

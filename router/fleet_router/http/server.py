@@ -232,6 +232,7 @@ class DataProtocol(asyncio.Protocol):
                 self._parser.feed_data(head)
 
     def eof_received(self) -> bool | None:
+        self.flush()  # what has its answer gets it
         return None  # a client that ends its side is gone: nothing of ours would reach a closed socket
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -23,8 +23,8 @@ _TIERS: Final = {"GPU": GPU, "CPU": HOST, "CPU_TIER1": HOST, "CPU_TIER2": DISK, 
 _FULL_ATTENTION: Final = (None, "full_attention", "mla_attention")
 
 # Why an event was not used. A closed set: it labels a counter.
-UNREADABLE, MEDIUM, GROUP, OPAQUE, RANK, ORPHAN = "unreadable", "medium", "group", "opaque", "rank", "orphan"
-REASONS: Final = (UNREADABLE, MEDIUM, GROUP, OPAQUE, RANK, ORPHAN, events.UNKNOWN, events.MALFORMED, events.UNSUPPORTED, events.DROPPED)
+UNDECODABLE, MEDIUM, GROUP, OPAQUE, RANK, ORPHAN = "unreadable", "medium", "group", "opaque", "rank", "orphan"
+REASONS: Final = (UNDECODABLE, MEDIUM, GROUP, OPAQUE, RANK, ORPHAN, events.UNKNOWN, events.MALFORMED, events.UNSUPPORTED, events.DROPPED)
 
 
 class Content:
@@ -78,7 +78,7 @@ class Writer:
     def write(self, batch: Batch, now: float) -> Iterator[None]:
         """Applies a batch; each step is one piece of it. After an overflow it ends."""
         for _ in batch.faults:
-            self._bad(UNREADABLE)
+            self._bad(UNDECODABLE)
         if batch.rank is not None and batch.rank != self._rank:
             self._bad(RANK)
             return

@@ -23,7 +23,7 @@ from fleet_router.brain.worker import Worker
 from fleet_router.decide.events import EventBook
 from fleet_router.grid import call_on_tick
 from fleet_router.kv_feed import follow
-from fleet_router.kv_feed.apply import ORPHAN, UNREADABLE, Content, Writer, tells_epochs
+from fleet_router.kv_feed.apply import ORPHAN, UNDECODABLE, Content, Writer, tells_epochs
 from fleet_router.kv_feed.follow import Follower, Question
 
 log = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ class _Feed:
             return None
 
     def _bad(self) -> None:
-        self._reader.brain.counters.add("bad_events_total", 1, (("reason", UNREADABLE),))
+        self._reader.brain.counters.add("bad_events_total", 1, (("reason", UNDECODABLE),))
 
     # -- sockets follow the follower
 
