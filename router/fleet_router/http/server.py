@@ -86,7 +86,7 @@ class HttpExchange(Exchange):
         self.started = self.ended = True
         self.status = status
         head = self._head(status, content_type, extra, b"Content-Length: %d\r\n" % len(body))
-        self._protocol.write_soon(head if self.request.method == "HEAD" else head + body)
+        self._protocol.write(head if self.request.method == "HEAD" else head + body)
         self._protocol.answer_done(self)
 
     def fail(self, error: ApiError) -> None:
@@ -102,20 +102,20 @@ class HttpExchange(Exchange):
         if not self._chunked:
             self.request.keep_alive = False
         framing = b"Transfer-Encoding: chunked\r\n" if self._chunked else b""
-        self._protocol.write_soon(self._head(200, content_type, ((b"Cache-Control", b"no-cache"),), framing))
+        self._protocol.write(self._head(200, content_type, ((b"Cache-Control", b"no-cache"),), framing))
 
     def write(self, data: bytes) -> None:
         if self._chunked:
-            self._protocol.write_soon(b"%x\r\n%b\r\n" % (len(data), data))
+            self._protocol.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._protocol.write_soon(data)
+            self._protocol.write(data)
 
     def finish(self) -> None:
         if self.ended:
             return
         self.ended = True
         if self._chunked:
-            self._protocol.write_soon(b"0\r\n\r\n")
+            self._protocol.write(b"0\r\n\r\n")
         self._protocol.answer_done(self)
 
     def cut(self) -> None:
@@ -352,14 +352,19 @@ class DataProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def write(self, data: bytes) -> None:
-        """Bytes to the client, at once."""
-        self.flush()
-        self._put(data)
+        """Bytes to the client, with all that leaves in this turn of the loop; with more than SMALL_PIECE at once."""
+        self._unsent.append(data)
+        if len(data) > SMALL_PIECE:
+            self.flush()
+        elif len(self._unsent) == 1:
+            self.state.outbox.add(self.flush)
 
-    def _put(self, data: bytes) -> None:
-        """Starts the watch on a client that does not read."""
-        if self.transport is None or self.transport.is_closing():
+    def flush(self) -> None:
+        """Writes what was kept back, and starts the watch on a client that does not read. Again is nothing."""
+        pieces, self._unsent = self._unsent, []
+        if not pieces or self.transport is None or self.transport.is_closing():
             return
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._written += len(data)
         self.transport.write(data)
         if len(data) > SMALL_PIECE and not self.write_paused and self.transport.get_write_buffer_size() > HIGH_WATER:
@@ -368,22 +373,6 @@ class DataProtocol(asyncio.Protocol):
         if self._write_timer is None:
             self._flushed = self._written - self.transport.get_write_buffer_size()
             self._write_timer = self.loop.call_later(self.state.limits.write_timeout_s, self._check_write)
-
-    def write_soon(self, data: bytes) -> None:
-        """Bytes to the client, with all that leaves in this turn; more than SMALL_PIECE at once."""
-        if len(data) > SMALL_PIECE:
-            self.write(data)
-            return
-        if not self._unsent:
-            self.state.outbox.add(self.flush)
-        self._unsent.append(data)
-
-    def flush(self) -> None:
-        """Writes what was kept back for this turn. Again is nothing."""
-        pieces = self._unsent
-        if pieces:
-            self._unsent = []
-            self._put(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _unpause(self) -> None:
         """When the transport, which has looked meanwhile, sees nothing to wait for it tells nothing."""
