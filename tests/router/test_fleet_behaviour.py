@@ -323,6 +323,27 @@ async def test_pods_and_services_become_routable_and_weights_are_followed(cluste
     assert report.observed_generation == 4 and set(report.revisions) == {"aaaaaaaa", "bbbbbbbb"}
 
 
+async def test_a_new_pod_is_believed_to_be_as_fast_as_its_deployment(cluster: Any, make_worker: MakeWorker) -> None:
+    """What it measures while it starts beside busy pods says little; where it looked slower it never got a request to show better."""
+    old, new, other = [await make_worker(prefill_tokens_per_s=speed, revision=rev) for speed, rev in ((10_000, "aa"), (2_000, "aa"), (2_000, "bb"))]
+    fleet = await cluster([old, new, other])
+    fleet.edge.take_observed(Observed([SERVICE], pods_of([old])))
+    await until(lambda: fleet.ready() == 1, "the old one is ready")
+    (first,) = fleet.brain.workers
+    first.load.prefill.add(1000.0, 500.0)
+    first.load.step.add(1000.0, 800.0)
+    fleet.edge.take_observed(Observed([SERVICE], pods_of([old, new, other])))
+    await until(lambda: fleet.ready() == 3, "all are")
+    by_pod = {w.record.pod_uid: w.load for w in fleet.brain.workers}
+    one, its, apart = (by_pod[w.record.pod_uid] for w in (old, new, other))
+    assert its.prefill_rate == pytest.approx(one.prefill_rate) == pytest.approx(20_000)
+    assert its.step.factor == pytest.approx(one.step.factor) == pytest.approx(1.25)
+    assert apart.prefill_rate == pytest.approx(2_000) and apart.step.factor == 1.0, "another revision is another deployment"
+    its.prefill.add(50.0, 100.0)
+    assert its.prefill.factor < 1.0 < one.prefill.factor, "and then each shows what it can"
+    fleet.brain.deciding.check_integrity()
+
+
 async def test_a_probe_goes_through_its_revision_whatever_its_weight(cluster: Any, make_worker: MakeWorker) -> None:
     workers = [await make_worker(revision="aaaaaaaa"), await make_worker(revision="bbbbbbbb")]
     fleet = await cluster(workers)

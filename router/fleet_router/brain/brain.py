@@ -14,12 +14,13 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from fleet_contract import names
-from fleet_contract.worker import LoadReport
+from fleet_contract.worker import LoadReport, WorkerRecord
 from fleet_router import errors, revisions
 from fleet_router.brain.explain import Choice
 from fleet_router.brain.limits import LimitKeeper
@@ -485,8 +486,13 @@ class Brain:
         assert record is not None
         slot = next(n for n in range(len(self._by_slot) + 1) if n not in self._by_slot)
         key = (pod.namespace, pod.service) if pod is not None else service_of_record(record)
+        like = self._like(key, record) if pod is not None else None
         speed = Speed.of(record.profile, record.kv_capacity_tokens)
+        if like is not None:
+            speed = replace(like.load.speed, kv_capacity_tokens=speed.kv_capacity_tokens)
         load = self.deciding.add_worker(slot, speed, by_history=True, page_tokens=record.page_size)
+        if like is not None:
+            load.begin_as(like.load)
         worker = Worker(slot, endpoint.host, record, key, pod.name if pod is not None else "", load=load)
         self.workers.append(worker)
         self._by_slot[slot] = worker
@@ -494,6 +500,13 @@ class Brain:
         for watcher in self.watchers:
             watcher.added(worker)
         return worker
+
+    def _like(self, key: ServiceKey, record: WorkerRecord) -> Worker | None:
+        """Of the pods of its deployment the one whose speed is known best. A new worker is believed to be as fast: what it measured while
+        it started beside busy ones says little, and where it looked slower it would never get a request to show better."""
+        sort = (record.revision, record.role, record.engine)
+        peers = [w for w in self._by_slot.values() if w.service == key and (w.record.revision, w.record.role, w.record.engine) == sort]
+        return max(peers, key=lambda w: w.load.seen_s, default=None)
 
     def _remove(self, key: str, worker: Worker) -> None:
         """The incarnation is over; what is in flight on it stays counted."""

@@ -256,6 +256,20 @@ class SlotLoad:
     _last_start: float = -math.inf
     _column: tuple[float, ...] | None = None
 
+    # -- speed of others
+
+    @property
+    def seen_s(self) -> float:
+        """Seconds of work that its speed was learned from, with what the profile counts for."""
+        return self.prefill.seen_s + self.step.seen_s
+
+    def begin_as(self, other: SlotLoad) -> None:
+        """It is another worker of the same kind: what was learned of that one counts as its profile does."""
+        for mine, its in ((self.prefill, other.prefill), (self.step, other.step)):
+            mine.seen_s = mine.expected_s / its.factor
+        self.table.version += 1
+        self.refresh()
+
     # -- requests
 
     def pick(self, pend_tokens: int, prompt_tokens: int, room_tokens: int, now: float) -> Pick:
