@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ours-flags", default="--workers=auto", help="more flags of radixfleet-router (default %(default)s)")
     p.add_argument(
         "--python",
-        default=sys.executable,
+        default="",
         help="runs ours: another interpreter of this version, built with profile-guided optimisation for example (default: this one)",
     )
     p.add_argument("--memory-requests", type=int, default=scenarios.MEMORY_REQUESTS, help="of the scenario memory (default %(default)s)")
@@ -86,7 +86,7 @@ def measure(a: argparse.Namespace, chosen: Sequence[str], peers: Sequence[str]) 
     for name in (s for s in chosen if s in SCENARIOS):
         entry = SCENARIOS[name]
         with make_workers(entry.workers, tools, tokenizer) as workers, tempfile.TemporaryDirectory(prefix="radixfleet-bench-proxy-") as folder:
-            kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags), a.python)]
+            kinds = [routers.ours("ours", workers.urls, shlex.split(a.ours_flags), a.python or sys.executable)]
             if entry.peers:
                 kinds += [routers.peer(p, python, PEERS[p][1], workers.urls) for p, python in pythons.items()]
                 if FLOOR in peers and name.startswith("chats"):
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--rounds and --seconds must be 1 or more")
         if not (a.model_folder / "tokenizer.json").is_file():
             raise ValueError(f"--model-folder {a.model_folder} has no tokenizer.json; `make setup` fetches the bundled model")
-        if not Path(a.python).is_file():
+        if a.python and not Path(a.python).is_file():
             raise ValueError(f"--python {a.python} is no file")
     except ValueError as e:
         print(f"bench-router: {e}", file=sys.stderr)
