@@ -76,6 +76,7 @@ class Edge:
             ),
             self.service.handle, make_request_id, lambda limit: self.counters.add("limits_total", 1, (("limit", limit),)),
             lambda path, error, request_id: dialect_of(path).error_body(error, request_id), self.access.cors_lines,
+            outbox=pool.outbox,
         )  # fmt: skip
         self._servers: list[asyncio.Server] = []
         self._listener: socket.socket | None = None
