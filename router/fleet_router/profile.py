@@ -112,9 +112,9 @@ class Rig:
     def __init__(self, encoder: PromptEncoder | None) -> None:
         self.loop = asyncio.get_running_loop()
         self.edge = Single(Settings(static=("http://127.0.0.1:1",)), max_files=1024)
-        self.edge.encoders.want = lambda *args: None  # type: ignore[method-assign]  # nobody is asked
         self.connections: list[Connection] = []
         self.streams: list[Connection] = []
+        self.model = REVISION if encoder is not None else ""  # without a name nobody is asked for its tokenizer
         if encoder is not None:
             self.edge.encoders.put(REVISION, *with_chains(encoder))
         for n in range(WORKERS):
@@ -122,7 +122,7 @@ class Rig:
 
     def _add_worker(self, port: int) -> None:
         record = WorkerRecord(
-            pod_uid=f"w{port}", incarnation=f"{port:016x}", revision="r1", model_revision=REVISION, served_names=["bench"],
+            pod_uid=f"w{port}", incarnation=f"{port:016x}", revision="r1", model_revision=self.model, served_names=["bench"],
             kv_capacity_tokens=20_000_000, ports=Ports(internal=port), profile=Profile(prefill_tokens_per_s=1e7, step_base_s=0.001),
         )  # fmt: skip
         self.edge.brain.take_endpoint(Endpoint(f"127.0.0.1:{port}", "127.0.0.1", port, record=record, healthy=True, asked=True))
@@ -181,7 +181,12 @@ class Rig:
             await asyncio.sleep(0)
         worker = self.streams.pop()
         worker.data_received(STREAM_HEAD + CHUNK)
-        took = best_us(lambda: worker.data_received(CHUNK), count)
+
+        def one() -> None:
+            worker.data_received(CHUNK)
+            client.flush()  # as at the end of a turn of the loop
+
+        took = best_us(one, count)
         worker.data_received(STREAM_END)
         await asyncio.sleep(0)
         return took
@@ -202,6 +207,7 @@ def head_us(state: ServerState, count: int, *, known: bool) -> float:
         if not known:
             plain.heads.clear()
         client.data_received(data)
+        client.flush()  # as at the end of a turn of the loop
 
     took = best_us(one, count)
     client.connection_lost(None)
