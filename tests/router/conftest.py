@@ -115,12 +115,14 @@ async def start_engine() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
 
 @pytest.fixture
 def front(make_fleet: MakeFleet) -> Callable[..., Awaitable[Fleet]]:
-    """An edge in front of workers named by URL; waits until so many are ready (all of them by default)."""
+    """An edge in front of workers named by URL; waits until so many are ready (all of them by default), and the tokenizers that these name."""
 
     async def make(*urls: str, ready: int | None = None, **settings: Any) -> Fleet:
         fleet = await make_fleet(wait=False, static=urls, **settings)
         wanted = len(urls) if ready is None else ready
         await until(lambda: fleet.ready() == wanted, "the workers are ready")
+        named = [w.record.model_revision for s in fleet.edge.desk.table.services.values() for w in s.workers if w.routable and w.record.tokenizer]
+        await until(lambda: all(fleet.edge.encoders.get(r) is not None for r in named), "the tokenizers are here")
         return fleet
 
     return make

@@ -16,7 +16,7 @@ from fleet_router.engines.vllm import Vllm
 from fleet_testing.engines.vllm import FakeVllm
 from fleet_testing.fake_worker import FakeWorker
 from fleet_testing.prompts import read_prompt
-from fleet_testing.router_process import RouterProcess, until_async
+from fleet_testing.router_process import RouterProcess
 from fleet_text.prompt import PromptEncoder
 
 USER = {"role": "user", "content": "hi"}
@@ -64,15 +64,12 @@ async def test_r39_a_body_of_any_api_is_explained_as_its_path_would_route_it(
 ) -> None:  # fmt: skip
     router = await make_router("--static", (await make_worker()).url)
     await router.until_workers(1)
+    await router.until_reads_prompts()
 
     async def explained(body: dict[str, Any], path: str = "") -> Any:
         answer = await router.http.post(f"{router.control}/debug/route", params={"path": path} if path else {}, json={"model": "tiny", **body})
         return answer.json()
 
-    async def reads() -> bool:
-        return bool((await explained({"prompt": "x"}))["tokenized"])
-
-    await until_async(reads, "the tokenizer is here")
     system, chat = "Be brief.", [{"role": "system", "content": "Be brief."}, USER]
     same = [
         await explained({"messages": chat}),

@@ -433,8 +433,6 @@ async def test_prompts_that_a_tokenizer_cannot_read_have_keys_of_bytes_beside_th
     engines = [await start_engine(FakeVllm(cache=PrefixCache())) for _ in range(2)]
     fleet = await front(*(e.url(tokenizer=tmp_path) for e in engines))
     fleet.keep_speeds()
-    revision = fleet.brain.workers[0].record.model_revision
-    await until(lambda: fleet.edge.encoders.get(revision) is not None, "the tokenizer is here")
     image = part("image_url", image_url={"url": "data:image/png;base64," + "ABCD" * 200})
     for content, made_of in (("plain " * 200, "tokens"), ([part("text", text="look at this " * 100), image], "bytes")):
         answers = [

@@ -113,6 +113,7 @@ async def test_a_browser_shows_workers_queue_and_decisions_and_says_when_the_rou
     worker = await make_worker()
     router: RouterProcess = await make_router("--static", worker.url, "--router-id", "seen-in-a-browser")
     await router.until_workers(1)
+    await router.until_reads_prompts()
     await router.chat("hello")
     gate, first = await held(router, worker)
     second = asyncio.create_task(router.chat(f"1 {LONG}"))
@@ -150,6 +151,7 @@ async def test_top_and_explain_show_the_same_in_a_terminal(make_worker: MakeWork
     worker = await make_worker()
     router: RouterProcess = await make_router("--static", worker.url)
     await router.until_workers(1)
+    await router.until_reads_prompts()
     gate, first = await held(router, worker)
     second = asyncio.create_task(router.chat(f"1 {LONG}"))
 

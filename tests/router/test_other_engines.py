@@ -174,7 +174,6 @@ async def test_a_completion_s_prompt_goes_as_ids_where_that_means_the_same(
     (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file())
     engine = await start_engine(FakeVllm())
     fleet = await front(engine.url(tokenizer=tmp_path))
-    await until(lambda: fleet.edge.encoders.get(record(fleet).model_revision) is not None, "the tokenizer is here")
     assert (await post(fleet, {"prompt": "hello there", **extra}, "/v1/completions")).status_code == 200
     sent = engine.generations[-1].json["prompt"]
     assert sent == ([*_ids("hello there")] if as_ids else "hello there")

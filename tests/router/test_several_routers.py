@@ -52,12 +52,10 @@ class World:
 
         async def knows() -> bool:
             workers = (await router.get("/workers"))["workers"]
-            if [w["events"]["trust"] for w in workers] != ["live"] * len(self.workers):
-                return False
-            told = await router.http.post(f"{router.control}/debug/route", json={"model": "org/tiny", "prompt": SYSTEM})
-            return bool(told.json().get("tokenized"))
+            return [w["events"]["trust"] for w in workers] == ["live"] * len(self.workers)
 
         await until_async(knows, "the router knows what there is")
+        await router.until_reads_prompts("org/tiny")
 
     def hit_share(self) -> float:
         """Tokens that were cached, of all that were asked."""

@@ -97,6 +97,15 @@ class RouterProcess:
 
         await until_async(enough, f"{ready} workers are ready")
 
+    async def until_reads_prompts(self, model: str = "tiny") -> None:
+        """Waits for a model's tokenizer: a prompt before it has keys of its bytes, which share none with keys of tokens."""
+
+        async def reads() -> bool:
+            told = await self.http.post(f"{self.control}/debug/route", json={"model": model, "prompt": "x"})
+            return bool(told.json().get("tokenized"))
+
+        await until_async(reads, "the tokenizer is here")
+
     async def until_idle(self, limit_s: float = LIMIT_S) -> None:
         """Waits until nothing is in flight."""
 

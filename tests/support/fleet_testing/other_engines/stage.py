@@ -175,13 +175,9 @@ class Stage:
         self.router = await RouterProcess.start(folder, "--poll-interval", "0.5", "--static", ",".join(targets), ready=False)
         await self.router.until_workers(len(targets) if ready is None else ready)
         if all("tokenizer=" in t for t in targets):
-            await until_async(self._reads_prompts, "the router has the tokenizer")
+            await self.router.until_reads_prompts(MODEL)
         await self.until_live()
         return self.router
-
-    async def _reads_prompts(self) -> bool:
-        told = await self.explain({"model": MODEL, "prompt": "x"}, "/v1/completions")
-        return bool(told.get("tokenized"))
 
     async def until_live(self) -> None:
         """Every stream of KV events is believed."""
