@@ -1,6 +1,6 @@
 """Tells a child process that hangs from one that only waits for a CPU. The supervisor looks, each child beats; both know nothing else.
 
-A child's event loop writes to an eventfd twice a second. Silence counts only as far as the process could have run: not the time that its
+A child's event loop writes to an eventfd each second. Silence counts only as far as the process could have run: not the time that its
 main thread stood in line for a CPU (another program, a quota of its cgroup), waited for a disk, or was held by a debugger. What is left is
 a loop that does not go round: stopped, asleep in a call, or busy without an end.
 
@@ -17,8 +17,8 @@ from typing import Final
 
 from fleet_router.grid import call_on_tick
 
-BEAT_S: Final = 0.5
-LOOK_S: Final = 1.0  # between two looks; a look that comes late, since the supervisor had to wait itself, counts as no more than two
+BEAT_S: Final = 1.0
+LOOK_S: Final = 2.0  # between two looks; a look that comes late, since the supervisor had to wait itself, counts as no more than two
 START_S: Final = 60.0  # until the first beat: imports, from a slow disk
 _NOT_ITS_OWN: Final = "DtZX"  # waits for a disk, held by a debugger, ended
 

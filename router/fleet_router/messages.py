@@ -106,7 +106,7 @@ class TableNews(Struct, tag=6, array_like=True):
 
 
 class Pulse(Struct, tag=7, array_like=True):
-    """The brain lives; twice a second."""
+    """The brain lives; each second."""
 
     synced: bool
 
@@ -217,7 +217,7 @@ class Suspect(Struct, tag=20, array_like=True):
 
 
 class Report(Struct, tag=21, array_like=True):
-    """An edge's counters since its start, each second and at its end."""
+    """An edge's counters since its start: each second if they have changed, and at its end."""
 
     counters: Snapshot
     connections: int

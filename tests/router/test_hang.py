@@ -26,7 +26,7 @@ EDGE, BRAIN, CONTROL = "fleet_router.edge.edge", "fleet_router.brain.process", "
 S = 1_000_000_000
 
 
-def silence(*sights: Sight | None, beaten: bool = True, step_s: float = LOOK_S) -> Watch:
+def silence(*sights: Sight | None, beaten: bool = True, step_s: float = 1.0) -> Watch:
     """A process that is seen so, look after look, since its last beat."""
     watch = Watch(0.0)
     if beaten:
@@ -211,7 +211,7 @@ async def test_with_0_nothing_is_killed_so_that_a_debugger_may_hold_it(make_work
     old = router.child(CONTROL)
     assert old is not None
     old.suspend()
-    await asyncio.sleep(4)
+    await asyncio.sleep(3 * LOOK_S)
     assert old.is_running()
     old.resume()
     await until_async(router.is_ready, "ready again")
@@ -233,7 +233,7 @@ async def test_a_busy_machine_is_no_hang(make_worker: MakeWorker, make_router: M
             os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
         for _ in range(10):
             assert (await router.chat()).status_code == 200
-        await asyncio.sleep(3)
+        await asyncio.sleep(3 * LOOK_S)
         assert all(c.is_running() for c in children) and "has not reacted" not in router.log.read_text()
     finally:
         for hog in hogs:

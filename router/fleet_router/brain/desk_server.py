@@ -56,7 +56,7 @@ from fleet_router.table import ServiceKey
 
 log = logging.getLogger(__name__)
 
-PULSE_S: Final = 0.5
+PULSE_S: Final = 1.0
 HURRY_S: Final = 0.05  # between two looks while an edge waits for a complete table
 WELCOME_AT_LATEST_S: Final = 4.0  # after our start; then a table that lacks something is better than the safe rule
 EDGES_TELL_S: Final = 10.0  # after our start we do not wait for edges that never came

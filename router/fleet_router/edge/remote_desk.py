@@ -58,7 +58,7 @@ from fleet_router.table import Service, ServiceKey, Table, WorkerView
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S: Final = 1.0
-SILENCE_S: Final = 3.0  # a brain that lives says so twice a second
+SILENCE_S: Final = 3.0  # a brain that lives says so each second
 SHUN_S: Final = 2.0  # without a brain: how long a worker that could not be reached is left alone
 EXPLAIN_TIMEOUT_S: Final = 5.0
 CLOSE_S: Final = 1.0
@@ -112,6 +112,7 @@ class RemoteDesk:
         self._safe_picks: dict[WorkerView, int] = {}  # next number by worker
         self._pick_id = ""
         self._connected: Channel | None = None  # not welcome yet
+        self._reported: Report | None = None  # to that brain, last
         self._channel: Channel | None = None
         self._next = 0
         self._synced = False
@@ -292,7 +293,7 @@ class RemoteDesk:
     # -- from the brain
 
     def _on_made(self, channel: Channel) -> None:
-        self._connected = channel
+        self._connected, self._reported = channel, None
         waits = [(number, key) for number, (key, _) in self._waits.items()]
         held = [self._held_facts(h) for h in self._held.values()]
         channel.send(EdgeHello(self._life, self._index, not self._facts, held, waits, self._draining))
@@ -469,11 +470,14 @@ class RemoteDesk:
         self._send(Uses(uses))
 
     def _report(self) -> None:
-        if self._connected is not None:
-            self._connected.send(Report(self.counters.snapshot({}), self._connections()))
+        """What this brain has not heard yet: an edge with nothing to do wakes nobody."""
+        report = Report(self.counters.snapshot({}), self._connections())
+        if self._connected is not None and report != self._reported:
+            self._reported = report
+            self._connected.send(report)
 
     def _on_timer(self) -> None:
-        """Each second: the counters leave; a brain that says nothing is given up."""
+        """Each second: counters that have changed leave; a brain that says nothing is given up."""
         self._timer = None
         if self._connected is None:
             return
