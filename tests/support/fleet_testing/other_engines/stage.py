@@ -133,6 +133,8 @@ def nixl_pair(python: Path, model: Path, nixl: Path) -> tuple[Vllm, Vllm]:
         environment = {
             "PYTHONPATH": str(nixl), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo",
+            # A thread of NIXL spins: bound to the one CPU of another server's worker it leaves that nothing, for minutes.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }  # fmt: skip
         return Vllm(python, model, ("--kv-transfer-config", json.dumps(transfer)), environment)
 
