@@ -145,6 +145,25 @@ async def test_r34_a_publisher_that_stops_is_seen_and_its_worker_serves_on(publi
     assert (await fleet.chat()).status_code == 200 and fleet.ready() == 2
 
 
+async def test_a_router_that_was_frozen_reads_what_has_come_before_it_calls_a_stream_dead(
+    publisher: MakePublisher, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: after ten seconds on a paused machine all that the index held was dropped, with the heartbeats in the socket."""
+    monkeypatch.setattr("fleet_router.kv_feed.follow.SILENT_S", 0.8)
+    monkeypatch.setattr("fleet_router.kv_feed.follow.DEAD_S", 1.0)
+    engine = await publisher()
+    fleet = await make_fleet(engine.worker)
+    await until_live(fleet)
+    (feed,) = fleet.edge.host.kv_reader._feeds.values()  # type: ignore[union-attr]
+    await until(lambda: feed.follower.beats, "it is known to send heartbeats")
+    time.sleep(1.5)  # noqa: ASYNC251 the whole process stands still
+    deadline = time.monotonic() + 0.7
+    while time.monotonic() < deadline:
+        assert stream(fleet)["trust"] == "live"
+        await asyncio.sleep(0.005)
+    assert fleet.counter("event_streams_died_total") == 0
+
+
 async def test_an_engine_without_events_is_judged_by_history(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
     fleet = await make_fleet(await make_worker())
     assert stream(fleet) == {"trust": "none", "sequence": None, "lagSeconds": None, "gaps": 0}

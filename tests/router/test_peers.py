@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -418,6 +419,18 @@ async def test_a_silent_router_is_dropped_counted_and_taken_back_when_it_speaks_
     await until(lambda: second.brain.peers() == {"expected": 0, "live": 0}, "it took its leave")
     first.edge.host._peers = None
     assert second.counter("peer_silences_total") == 1
+
+
+async def test_a_router_that_was_frozen_reads_what_the_others_said_before_it_drops_them(
+    make_worker: MakeWorker, make_routers: Callable[..., Awaitable[list[Fleet]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: after a pause of its machine it forgot what the other routers have in flight."""
+    monkeypatch.setattr("fleet_router.decide.peers.SILENT_S", 1.5)
+    fleets = await make_routers(2, await make_worker())
+    await until(lambda: all(f.brain.peers() == {"expected": 1, "live": 1} for f in fleets), "both know the other")
+    time.sleep(2.0)  # noqa: ASYNC251 the whole process stands still
+    await asyncio.sleep(0.3)
+    assert [f.counter("peer_silences_total") for f in fleets] == [0, 0]
 
 
 @pytest.mark.rule("R31")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from fleet_router.brain.registry import Endpoint
 from fleet_router.counters import Counters
 from fleet_router.desk import Desk, Lease, Want
 from fleet_router.edge import safe_rule
-from fleet_router.edge.remote_desk import RemoteDesk
+from fleet_router.edge.remote_desk import REPORT_EVERY_S, SILENCE_S, RemoteDesk
 from fleet_router.link import no_answers
 from fleet_router.messages import Ask
 from fleet_router.metrics import Snapshot, merge
@@ -384,6 +385,17 @@ async def test_a_brain_that_says_nothing_is_left_alone(monkeypatch: pytest.Monke
     world.server.close()  # no pulse any more
     assert await asyncio.wait_for(waiting, 5) is not None
     assert world.desk.degraded
+    await close(world)
+
+
+async def test_an_edge_that_was_frozen_reads_what_the_brain_said_before_it_leaves_it() -> None:
+    """Red before: an edge whose machine had paused left its brain."""
+    world = await busy_world()
+    assert isinstance(world.desk, RemoteDesk)
+    channel = world.desk._connected
+    time.sleep(SILENCE_S + 1.0)  # noqa: ASYNC251 the whole process stands still
+    await asyncio.sleep(2 * REPORT_EVERY_S)
+    assert world.desk._connected is channel and not world.desk.degraded
     await close(world)
 
 

@@ -22,7 +22,7 @@ from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.peers import Identity, PeerBook, PeerMessage
 from fleet_router.errors import UNDECODABLE
-from fleet_router.grid import call_on_tick
+from fleet_router.grid import Presence, call_on_tick
 from fleet_router.observed import RouterFacts
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class PeerExchange:
         self._subscriptions: asyncio.Task[None] | None = None
         self._sending: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._presence = Presence()
         self._sent_at = self._whole_at = float("-inf")
 
     def start(self, listener: socket.socket) -> None:
@@ -144,9 +145,11 @@ class PeerExchange:
                 self._send_whole()
 
     def _tick(self) -> None:
-        self._timer = call_on_tick(self._loop, TICK_S, self._tick)
+        timer, self._timer = self._timer, call_on_tick(self._loop, TICK_S, self._tick)
         if self._loop.time() - self._whole_at >= WHOLE_S - TICK_S / 2:
             self._send_whole()
+        if timer is not None and not self._presence.is_sure(self._loop.time(), timer.when()):
+            return  # what the others have said meanwhile is read first
         silent = self._book.tick(self._brain.clock())
         for peer in silent:
             self._brain.counters.add("peer_silences_total")

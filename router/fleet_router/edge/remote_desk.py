@@ -24,7 +24,7 @@ from fleet_router.counters import Counters
 from fleet_router.decide.shares import Use
 from fleet_router.desk import ComingLease, Lease, Leg, Turn, Want
 from fleet_router.edge import safe_rule
-from fleet_router.grid import call_on_tick
+from fleet_router.grid import Presence, call_on_tick
 from fleet_router.link import Answer, Channel, keep_connected
 from fleet_router.messages import (
     Acquire,
@@ -129,6 +129,7 @@ class RemoteDesk:
         self._waits: dict[int, tuple[ServiceKey, asyncio.Future[None]]] = {}
         self._is_here = asyncio.Event()  # the table of a brain that knows all
         self._timer: asyncio.TimerHandle | None = None
+        self._presence = Presence()
         self._line: asyncio.Task[None] | None = None
 
     # -- life
@@ -478,11 +479,12 @@ class RemoteDesk:
 
     def _on_timer(self) -> None:
         """Each second: counters that have changed leave; a brain that says nothing is given up."""
-        self._timer = None
-        if self._connected is None:
+        timer, self._timer = self._timer, None
+        if self._connected is None or timer is None:
             return
         self._report()
-        if self._loop.time() - self._connected.heard_at > SILENCE_S:
+        now = self._loop.time()
+        if self._presence.is_sure(now, timer.when()) and now - self._connected.heard_at > SILENCE_S:
             log.error("the deciding process says nothing for %.0f s: it is left alone until it answers", SILENCE_S)
             self._connected.abort()
             return

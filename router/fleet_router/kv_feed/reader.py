@@ -21,7 +21,7 @@ from fleet_contract.wire import WireError
 from fleet_router.brain.brain import Brain
 from fleet_router.brain.worker import Worker
 from fleet_router.decide.events import EventBook
-from fleet_router.grid import call_on_tick
+from fleet_router.grid import Presence, call_on_tick
 from fleet_router.kv_feed import follow
 from fleet_router.kv_feed.apply import ORPHAN, UNDECODABLE, Content, Writer, tells_epochs
 from fleet_router.kv_feed.follow import Follower, Question
@@ -51,6 +51,7 @@ class KvReader:
         self._due: deque[_Feed] = deque()  # may have something to do now
         self._turning = False
         self._timer: asyncio.TimerHandle | None = None
+        self._presence = Presence()
         self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
@@ -148,9 +149,11 @@ class KvReader:
 
     def _tick(self) -> None:
         """While there are streams."""
-        self._timer = None
+        timer, self._timer = self._timer, None
         if self._feeds:
             self._set_timer()
+        if timer is not None and not self._presence.is_sure(self._loop.time(), timer.when()):
+            return  # what the streams have brought meanwhile is read first
         now = self._brain.clock()
         for feed in list(self._feeds.values()):
             feed.tick(now)
