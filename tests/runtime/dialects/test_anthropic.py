@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from fleet_testing.dialects import KEY
-from fleet_testing.runtime import Runtime
+from fleet_testing.runtime import HTTP, Runtime
 
 TOOL = {"name": "get", "description": "Gets.", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
 CALL = '<tool_call>{"name":"get","arguments":{"city":"Rome"}}</tool_call>'
@@ -249,10 +249,10 @@ def test_errors_have_the_apis_types_also_where_no_endpoint_is_reached(claude: an
         claude.messages.create(**ask("fail:queue_full"))
     assert full.value.type == "rate_limit_error"
     told = {
-        "there is no such path": httpx.post(scripted.data + "/v1/messages/batches", json={}),
-        "wrong method": httpx.get(scripted.data + "/v1/messages"),
-        "no JSON": httpx.post(scripted.data + "/v1/messages", content=b"{"),
-        "internal header": httpx.post(scripted.data + "/v1/messages", json=ask("x"), headers={"X-Radixfleet-Rid": "0" * 32}),
+        "there is no such path": HTTP.post(scripted.data + "/v1/messages/batches", json={}),
+        "wrong method": HTTP.get(scripted.data + "/v1/messages"),
+        "no JSON": HTTP.post(scripted.data + "/v1/messages", content=b"{"),
+        "internal header": HTTP.post(scripted.data + "/v1/messages", json=ask("x"), headers={"X-Radixfleet-Rid": "0" * 32}),
     }
     for what, answer in told.items():
         assert answer.json()["type"] == "error" and answer.json()["request_id"] == answer.headers["x-request-id"], what
@@ -270,7 +270,7 @@ def test_routed_requests_bring_their_ids_and_headers(scripted: Runtime) -> None:
         "Content-Type": "application/vnd.radixfleet.ids", "X-Radixfleet-Json-Length": str(len(body)), "X-Radixfleet-Rid": "ab" * 16,
         "X-Radixfleet-Model-Revision": scripted.record()["modelRevision"], "X-Radixfleet-Pick": "r:3",
     }  # fmt: skip
-    answer = httpx.post(scripted.internal + "/v1/messages", content=body + b"".join(i.to_bytes(4, "little") for i in ids), headers=headers)
+    answer = HTTP.post(scripted.internal + "/v1/messages", content=body + b"".join(i.to_bytes(4, "little") for i in ids), headers=headers)
     assert answer.json()["content"] == [{"type": "text", "text": "routed"}] and answer.json()["id"] == "msg_" + "ab" * 16
     assert (scripted.sent("Admit")[-1]["ids"], scripted.sent("Admit")[-1]["pick"]) == (ids, 3)
 
@@ -280,7 +280,7 @@ def test_a_prefill_leg_answers_as_in_any_dialect(scripted: Runtime, path: str) -
     body: dict[str, Any] = {"model": "tiny", "messages": ask("x")["messages"]} | ({"max_tokens": 5} if path == "/v1/messages" else {})
     rid = {"/v1/messages": "cd", "/api/chat": "ef"}[path] * 16
     headers = {"X-Radixfleet-Rid": rid, "X-Radixfleet-Leg": "prefill", "X-Radixfleet-Room": "7"}
-    answer = httpx.post(scripted.internal + path, json=body, headers=headers)
+    answer = HTTP.post(scripted.internal + path, json=body, headers=headers)
     sent = scripted.sent("Admit")[-1]
     assert answer.json() == {"rid": rid, "cached_tokens": 16, "prompt_tokens": len(sent["ids"])}
     assert (sent["leg"], sent["room"]) == ("prefill", 7)

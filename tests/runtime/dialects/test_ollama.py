@@ -11,7 +11,7 @@ import ollama
 import pytest
 
 from fleet_testing.dialects import KEY
-from fleet_testing.runtime import Runtime
+from fleet_testing.runtime import HTTP, Runtime
 
 FUNCTION = {"name": "get", "description": "Gets.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
@@ -171,7 +171,7 @@ def test_models_are_listed_shown_and_loaded(llama: ollama.Client, scripted: Runt
     shown = llama.show("ns/tiny:latest")
     assert shown.capabilities == ["completion", "tools", "thinking"] and shown.template and "message" in shown.template
     assert shown.modelinfo is not None and shown.modelinfo["simulated.context_length"] == 2048
-    assert httpx.get(scripted.data + "/api/version").json()["version"]
+    assert HTTP.get(scripted.data + "/api/version").json()["version"]
     with pytest.raises(ollama.ResponseError) as error:
         llama.show("nosuch")
     assert error.value.status_code == 404 and "tiny" in error.value.error
@@ -235,5 +235,5 @@ def test_errors_have_the_apis_shape_wherever_they_come_from(llama: ollama.Client
     with pytest.raises(ollama.ResponseError, match="API key") as keyless:
         ollama.Client(host=computing.data).chat(model="tiny", messages=user("x"))
     assert keyless.value.status_code == 401
-    for answer in (httpx.post(scripted.data + "/api/pull", json={}), httpx.get(scripted.data + "/api/chat"), httpx.post(scripted.data + "/api/chat")):
+    for answer in (HTTP.post(scripted.data + "/api/pull", json={}), HTTP.get(scripted.data + "/api/chat"), HTTP.post(scripted.data + "/api/chat")):
         assert list(answer.json()) == ["error"] and isinstance(answer.json()["error"], str)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import anthropic
-import httpx
 import ollama
 import openai
 import pytest
@@ -17,7 +16,7 @@ from fleet_runtime.server.anthropic_request import messages_request
 from fleet_runtime.server.ollama_request import OllamaChat, chat_body, read
 from fleet_runtime.server.parsing.tools import tool_request
 from fleet_testing.dialects import KEY
-from fleet_testing.runtime import Runtime
+from fleet_testing.runtime import HTTP, Runtime
 from fleet_text.chat import chat_inputs
 
 TURNS: list[list[tuple[str, str]]] = [
@@ -76,8 +75,8 @@ def test_cached_tokens_are_told_where_a_dialect_has_a_word_for_them(computing: R
     text = "a long prompt that fills some pages " * 4
     body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
     for _ in range(2):
-        native = httpx.post(computing.data + "/v1/chat/completions", json=body, headers=HEADERS).json()["usage"]
-    told = httpx.post(computing.data + "/v1/messages", json=body, headers=HEADERS).json()["usage"]
+        native = HTTP.post(computing.data + "/v1/chat/completions", json=body, headers=HEADERS).json()["usage"]
+    told = HTTP.post(computing.data + "/v1/messages", json=body, headers=HEADERS).json()["usage"]
     cached = native["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0 and told["cache_read_input_tokens"] == cached and told["input_tokens"] == native["prompt_tokens"] - cached
 

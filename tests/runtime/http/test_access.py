@@ -17,7 +17,7 @@ from fleet_contract.launch import RuntimeLaunch
 from fleet_runtime.errors import StartError
 from fleet_runtime.server.access import ApiKeys, check_tls_flags, parse_keys, parse_origins
 from fleet_testing.certificates import self_signed
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 KEY = "rf-0123456789"
 
@@ -111,7 +111,7 @@ def test_a_worker_with_key_origin_and_tls(tmp_path: Path) -> None:
         runtime.wait_ready()
         host, port = runtime.data_address
         url = f"https://{host}:{port}"
-        with httpx.Client(verify=False) as client:
+        with httpx.Client(verify=False, timeout=60) as client:
             body = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             refused = client.post(f"{url}/v1/chat/completions", json=body)
             assert refused.status_code == 401 and refused.json()["error"]["code"] == "missing_api_key"
@@ -127,7 +127,7 @@ def test_a_worker_with_key_origin_and_tls(tmp_path: Path) -> None:
             assert "access-control-allow-origin" not in client.get(f"{url}/readyz", headers={"origin": "https://evil.example"}).headers
             early = client.post(f"{url}/v1/chat/completions", content=b"x" * (9 << 20), headers=with_key)
             assert early.status_code == 413  # refused before the body's end, which TLS must survive
-        assert httpx.get(f"{runtime.internal}/worker").status_code == 200  # the internal port asks for none of this
+        assert HTTP.get(f"{runtime.internal}/worker").status_code == 200  # the internal port asks for none of this
         assert _peer_name((host, port)) == "CN=one"
         new_cert, new_key = self_signed(tmp_path, "two")
         os.replace(new_key, key)

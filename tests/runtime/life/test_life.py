@@ -22,7 +22,7 @@ import openai
 import psutil
 import pytest
 
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +37,7 @@ def chat(prompt: str = "hi", **options: Any) -> dict[str, Any]:
 
 def serves(runtime: Runtime) -> bool:
     try:
-        return httpx.post(runtime.data + CHAT, json=chat(max_tokens=2), timeout=5).status_code == 200
+        return httpx.post(runtime.data + CHAT, json=chat(max_tokens=2), timeout=30).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -102,8 +102,8 @@ def test_a_worker_streams_answers_32_at_once_and_gives_its_pages_back(tmp_path: 
         pages = {k: values[f"radixfleet_runtime_pages_{k}"] for k in ("total", "free", "tree")}
         assert pages["total"] == pages["free"] + pages["tree"]
         long = chat("the same long prompt " * 20, max_tokens=2)
-        httpx.post(runtime.data + CHAT, json=long)
-        usage = httpx.post(runtime.data + CHAT, json=long).json()["usage"]
+        HTTP.post(runtime.data + CHAT, json=long)
+        usage = HTTP.post(runtime.data + CHAT, json=long).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 300
         assert runtime.stop() == 0
 
@@ -195,18 +195,18 @@ def test_without_an_http_process_a_request_is_refused_at_once_with_the_cause(wor
     new.suspend()
     try:
         for body in (b"{}", b"x" * 300_000):  # also one that it does not read to the end before it answers
-            answer = httpx.post(url + CHAT, content=body, headers={"x-request-id": "mine"}, timeout=5)
+            answer = httpx.post(url + CHAT, content=body, headers={"x-request-id": "mine"}, timeout=30)
             assert (answer.status_code, answer.headers["retry-after"], answer.headers["x-request-id"]) == (503, "1", "mine")
             error = answer.json()["error"]
             assert (error["code"], error["type"], error["request_id"]) == ("worker_restarting", "overloaded_error", "mine")
             assert "http was killed by SIGKILL" in error["message"]
-        assert httpx.get(url + "/readyz", timeout=5).status_code == 503
-        assert httpx.get(url + "/livez", timeout=5).status_code == 200
+        assert httpx.get(url + "/readyz", timeout=30).status_code == 503
+        assert httpx.get(url + "/livez", timeout=30).status_code == 200
         with socket.create_connection(worker.data_address) as silent, socket.create_connection(worker.data_address) as left:
             left.close()
             silent.settimeout(10)
             assert silent.recv(1) == b"", "a client that sends nothing is closed by a limit"
-            assert httpx.get(url + "/readyz", timeout=5).status_code == 503
+            assert httpx.get(url + "/readyz", timeout=30).status_code == 503
     finally:
         new.resume()
     wait_for(lambda: serves(worker), "it serves again")
@@ -227,7 +227,7 @@ def test_sigterm_lets_an_open_stream_end(worker: Runtime) -> None:
     running = Stream(worker, 60).wait_started()
     worker.process.send_signal(signal.SIGTERM)
     wait_for(lambda: worker.readyz() == 503, "not ready at once", 2)
-    refused = httpx.post(worker.data + CHAT, json=chat())
+    refused = HTTP.post(worker.data + CHAT, json=chat())
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert refused.headers["connection"] == "close"
     assert running.is_complete()
@@ -273,8 +273,8 @@ def test_probes_tell_how_far_a_slow_load_is(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         seen = wait_for(lambda: loading_text(url), "it says how far it is")
         assert "%" in seen
-        assert httpx.get(url + "/livez").status_code == 200
-        refused = httpx.post(url + CHAT, json=chat())
+        assert HTTP.get(url + "/livez").status_code == 200
+        refused = HTTP.post(url + CHAT, json=chat())
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
         assert not runtime.announced()
 
@@ -292,7 +292,7 @@ def find_internal_port(runtime: Runtime) -> int | None:
 
 
 def loading_text(url: str) -> str | None:
-    answer = httpx.get(url + "/readyz")
+    answer = HTTP.get(url + "/readyz")
     message = answer.json()["error"]["message"] if answer.status_code == 503 else ""
     return message if message.startswith("loading ") and "loading 0 %" not in message else None
 
@@ -318,11 +318,11 @@ def test_a_frozen_scheduler_makes_the_worker_neither_live_nor_ready(tmp_path: Pa
         scheduler = runtime.child("scheduler")
         scheduler.suspend()
         try:
-            wait_for(lambda: httpx.get(runtime.internal + "/livez").status_code == 503, "not live")
-            assert "no progress" in httpx.get(runtime.internal + "/readyz").json()["error"]["message"]
+            wait_for(lambda: HTTP.get(runtime.internal + "/livez").status_code == 503, "not live")
+            assert "no progress" in HTTP.get(runtime.internal + "/readyz").json()["error"]["message"]
         finally:
             scheduler.resume()
-        wait_for(lambda: httpx.get(runtime.internal + "/livez").status_code == 200, "live again")
+        wait_for(lambda: HTTP.get(runtime.internal + "/livez").status_code == 200, "live again")
         runtime.process.kill()
 
 

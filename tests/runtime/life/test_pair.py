@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fleet_testing.runtime import Runtime, wait_for
+from fleet_testing.runtime import HTTP, Runtime, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -110,7 +110,7 @@ def test_an_abort_of_both_legs_frees_both(pair: tuple[Runtime, Runtime]) -> None
         thread.start()
     wait_for(lambda: pair[1].metrics()["radixfleet_runtime_running_requests"] == 1, "decode runs")
     for runtime in pair:
-        assert httpx.post(runtime.internal + "/abort_request", json={"rid": rid}).json()["state"] in ("aborted", "finished")
+        assert HTTP.post(runtime.internal + "/abort_request", json={"rid": rid}).json()["state"] in ("aborted", "finished")
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()

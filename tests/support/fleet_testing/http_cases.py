@@ -84,7 +84,7 @@ def alive(runtime: Runtime) -> Iterator[None]:
     """ALIVE: afterwards the same processes answer, nothing is in flight, no page is held but the prefix cache's, and none after a flush."""
     before = runtime.children()
     yield
-    answer = HTTP.post(runtime.data + CHAT, content=body(), timeout=10)
+    answer = HTTP.post(runtime.data + CHAT, content=body())
     assert answer.status_code == 200, answer.text
     assert all(child.is_running() for child in before), "a process was restarted"
     wait_for(lambda: is_idle(runtime), "nothing is in flight")

@@ -21,10 +21,10 @@ from fleet_contract import names
 SUPPORT = str(Path(__file__).parents[1])
 START_S = 60.0
 # One client for all tests: making one reads the machine's certificates, which takes a tenth of a second. Each request has a connection of its own.
-HTTP = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """The first true value of `condition`; fails with `what` when the time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -115,7 +115,7 @@ class Runtime:
 
     def readyz(self) -> int:
         try:
-            return HTTP.get(f"{self.internal}/readyz", timeout=5).status_code
+            return HTTP.get(f"{self.internal}/readyz", timeout=30).status_code
         except httpx.TransportError:
             return 0
 
@@ -141,7 +141,7 @@ class Runtime:
 
     def metrics(self) -> dict[str, float]:
         """Name with labels -> value."""
-        lines = HTTP.get(f"{self.internal}/metrics", timeout=10).text.splitlines()
+        lines = HTTP.get(f"{self.internal}/metrics").text.splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
     def sent(self, kind: str) -> list[dict[str, Any]]:
