@@ -58,8 +58,7 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
             await until(lambda: fleet.ready() == len(workers), "all workers are ready")
             served = fleet.edge.desk.table.services.values
             await until(lambda: fleet.edge.desk.synced or not any(s.ready_units() for s in served()), "the router knows all that it can")
-            revisions = {w.record.model_revision for w in workers}
-            await until(lambda: all(edge.encoders.get(r) is not None for r in revisions), "the tokenizers are here")
+            await fleet.until_tokenizers(w.record.model_revision for w in workers)
         return fleet
 
     yield make
@@ -121,8 +120,8 @@ def front(make_fleet: MakeFleet) -> Callable[..., Awaitable[Fleet]]:
         fleet = await make_fleet(wait=False, static=urls, **settings)
         wanted = len(urls) if ready is None else ready
         await until(lambda: fleet.ready() == wanted, "the workers are ready")
-        named = [w.record.model_revision for s in fleet.edge.desk.table.services.values() for w in s.workers if w.routable and w.record.tokenizer]
-        await until(lambda: all(fleet.edge.encoders.get(r) is not None for r in named), "the tokenizers are here")
+        there = [w for s in fleet.edge.desk.table.services.values() for w in s.workers if w.routable and w.record.tokenizer]
+        await fleet.until_tokenizers(w.record.model_revision for w in there)
         return fleet
 
     return make

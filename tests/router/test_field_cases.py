@@ -98,7 +98,7 @@ async def test_a_worker_that_still_loads_gets_nothing(make_worker: MakeWorker, m
     loading.ready, loading.default = False, Script(wait=asyncio.Event())
     fleet = await make_fleet(loaded, loading, wait=False)
     await until(lambda: fleet.ready() == 1 and all(e.asked for e in fleet.edge.registry.endpoints.values()), "one is ready")
-    await until(lambda: fleet.edge.encoders.get(loaded.record.model_revision) is not None, "its tokenizer is here")
+    await fleet.until_tokenizers([loaded.record.model_revision])
     for answer in await asyncio.gather(*(fleet.chat(f"{n}", stream=True) for n in range(20))):
         assert answer.status_code == 200
     assert (len(loaded.legs), len(loading.legs)) == (20, 0)

@@ -305,7 +305,7 @@ async def watched(make_fleet: MakeFleet, make_worker: MakeWorker, monkeypatch: p
 async def test_a_pod_that_goes_gets_no_pick_once_that_is_seen(loss: float, watched: Any) -> None:
     api, fleet, workers = await watched(loss, 0.3)
     await until(lambda: fleet.ready() == 3, "all are ready")
-    await until(lambda: fleet.edge.encoders.get(workers[0].record.model_revision) is not None, "the tokenizer is here")
+    await fleet.until_tokenizers([workers[0].record.model_revision])
     api.set(PODS, pod(workers[0], "p0", deletionTimestamp="2026-01-01T00:00:00Z"))
     await until(lambda: fleet.ready() == 2, "it is seen, at the latest by the next list", 5)
     before = len(workers[0].legs)

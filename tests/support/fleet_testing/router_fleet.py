@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -46,6 +46,11 @@ class Fleet:
         """Every worker stays as fast as its profile says: a moment in which a busy machine held one up does not move its sessions."""
         for load in self.brain.deciding.load.slots.values():
             load.learn = False
+
+    async def until_tokenizers(self, revisions: Iterable[str]) -> None:
+        """Waits for the tokenizers of these model revisions: a prompt before it has keys of its bytes, which share none with keys of tokens."""
+        wanted = set(revisions)
+        await until(lambda: all(self.edge.encoders.get(r) is not None for r in wanted), "the tokenizers are here")
 
     def inflight(self) -> int:
         return sum(w["inflight"] for w in self.told())
