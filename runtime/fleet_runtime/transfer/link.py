@@ -117,7 +117,7 @@ class Link:
 
     def start(self) -> None:
         """Reads and writes from now on, until `close`."""
-        self._tasks = [asyncio.ensure_future(self._guard(self._read())), asyncio.ensure_future(self._guard(self._write()))]
+        self._tasks = [asyncio.ensure_future(self._guard(self._read)), asyncio.ensure_future(self._guard(self._write))]
 
     def send(self, message: Handoff) -> None:
         """Queues a control message."""
@@ -159,10 +159,10 @@ class Link:
         self._bulk.clear()
         self._handler.on_closed(self, cause)
 
-    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Whatever ends reading or writing ends the connection; an unforeseen exception is logged and ends only this connection."""
         try:
-            await work
+            await work()
         except asyncio.IncompleteReadError:
             self.close(f"{self.name} closed the connection")
         except (OSError, FrameError) as e:

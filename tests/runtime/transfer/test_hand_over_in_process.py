@@ -12,7 +12,7 @@ from fleet_contract import handoff
 from fleet_runtime import messages as m
 from fleet_runtime.engine.simulated import PAGE_BYTES
 from fleet_runtime.scheduler.request import State
-from fleet_testing.hand_over_harness import TICK_S, Pair, RealClockScheduler, Workers
+from fleet_testing.hand_over_harness import QUICK, Pair, RealClockScheduler, Workers
 from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, rid_of
 
 Make = Callable[..., RealClockScheduler]
@@ -133,8 +133,8 @@ def test_a_corrupt_page_fails_both_legs_and_is_counted(pair: Pair, monkeypatch: 
 
 
 def test_layouts_that_differ_fail_with_both_values(make: Make) -> None:
-    prefill = make("prefill", model_revision="aaaa")
-    pair = Pair(prefill, make("decode", model_revision="bbbb"))
+    prefill = make("prefill", model_revision="aaaa", **QUICK)
+    pair = Pair(prefill, make("decode", model_revision="bbbb", **QUICK))
     first, second = pair.ask(rid_of(1), prompt(20))
     pair.turn_to_end(second)
     assert second.failed.status == 503 and second.failed.code == "incompatible_peer"
@@ -161,7 +161,8 @@ def test_an_address_nobody_listens_on_fails_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("legs", ["p", "d"])
-def test_a_leg_whose_partner_never_comes_ends(pair: Pair, legs: str) -> None:
+def test_a_leg_whose_partner_never_comes_ends(make: Make, legs: str) -> None:
+    pair = Pair(make("prefill", **QUICK), make("decode", **QUICK))
     answers = pair.ask(rid_of(1), prompt(20), legs=legs)
     answer = answers[0] if legs == "p" else answers[1]
     pair.turn_to_end(answer)
@@ -207,7 +208,8 @@ def test_a_leg_that_its_scheduler_refuses_ends_the_other(make: Make) -> None:
     pair.turn_to_idle()
 
 
-def test_a_room_number_used_twice_is_refused_and_harms_nobody(pair: Pair) -> None:
+def test_a_room_number_used_twice_is_refused_and_harms_nobody(make: Make) -> None:
+    pair = Pair(make("prefill", **QUICK), make("decode", **QUICK))
     first, second = pair.ask(rid_of(1), prompt(20), room=5)
     third, fourth = pair.ask(rid_of(2), prompt(30), room=5)
     pair.turn_to_end(first, second, third, fourth)
@@ -319,11 +321,11 @@ def test_a_blocked_transfer_fails_by_the_requests_deadline_if_that_is_sooner(mak
 
 
 def test_a_queue_is_bounded_only_by_the_deadline_not_by_the_silence_timers(make: Make) -> None:
-    pair = Pair(make("prefill"), make("decode", flags={"max_rows": 1}))
+    pair = Pair(make("prefill", **QUICK), make("decode", flags={"max_rows": 1}, **QUICK))
     blocker = pair.decode.admit(rid_of(9), prompt(5), 1500)
     pair.decode.scheduler.iterate()
     first, second = pair.ask(rid_of(1), prompt(40))
-    until = time.monotonic() + 12 * TICK_S
+    until = time.monotonic() + 3.0  # twelve ticks
     # Only prefill turns: decode's queue does not move, but its I/O thread says that it lives.
     pair.turn(lambda: time.monotonic() > until, "time has passed", decode=False)
     assert first.end is None and second.end is None and blocker.end is None
@@ -360,7 +362,7 @@ def test_a_dead_decode_worker_frees_its_rooms_on_prefill(make: Make) -> None:
 
 
 def test_a_scheduler_that_stands_still_loses_its_rooms(make: Make) -> None:
-    pair = Pair(make("prefill"), make("decode", stall_timeout_s=0.6))
+    pair = Pair(make("prefill", **QUICK), make("decode", stall_timeout_s=1.0, **QUICK))
     _, answer = pair.ask(rid_of(1), prompt(40), legs="pd")
     # Prefill's I/O thread lives and pings, but its loop never turns.
     pair.turn(lambda: answer.end is not None, "decode gives up", prefill=False)

@@ -16,7 +16,7 @@ from fleet_contract.handoff import FRAME_HEADER, Abort, Alloc, Done, Drained, Fa
 from fleet_runtime import messages as m
 from fleet_runtime.engine.simulated import PAGE_BYTES
 from fleet_runtime.scheduler.request import State
-from fleet_testing.hand_over_harness import Pair, RealClockScheduler, Workers
+from fleet_testing.hand_over_harness import QUICK, Pair, RealClockScheduler, Workers
 from fleet_testing.scheduler_harness import VirtualScheduler, flags_of, rid_of
 
 INCARNATION = "e" * 16
@@ -207,7 +207,7 @@ def test_pages_of_an_aborted_room_are_free_once_prefill_is_gone_or_failed(decode
 
 
 def test_a_peer_without_pings_is_dead_after_three_and_its_pages_are_free(make: Workers) -> None:
-    decode = make("decode", tick_s=0.1)
+    decode = make("decode", **QUICK)
     played = PlayedPrefill(decode)
     peer, _ = _alloc(decode, played)
     _turn(decode, lambda: decode.idle() and decode.inbox.of(rid_of(1)).end is not None, "the room is given up")
@@ -217,7 +217,7 @@ def test_a_peer_without_pings_is_dead_after_three_and_its_pages_are_free(make: W
 
 
 def test_a_room_that_prefill_no_longer_speaks_of_fails_while_the_connection_lives(make: Workers) -> None:
-    decode = make("decode", tick_s=0.1)
+    decode = make("decode", **QUICK)
     played = PlayedPrefill(decode)
     peer, alloc = _alloc(decode, played)
     stop = threading.Event()
