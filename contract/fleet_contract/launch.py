@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fleet_contract import names
+from fleet_contract import flag_words, names
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -144,11 +144,12 @@ class RuntimeLaunch(BaseModel):
 
     @classmethod
     def help(cls) -> str:
-        """Text of --help: one line a flag."""
+        """Text of --help: one line a flag, with what it may be and what holds without it."""
         lines = ["usage: radixfleet-runtime --model MODEL [flags]", ""]
         for name, info in cls.model_fields.items():
-            default = "required" if info.is_required() else f"default {info.default!r}"
-            lines.append(f"  {flag_name(name):36} {info.description} ({default})")
+            may_be = "" if (words := flag_words.allowed(info)) == "text" else f"{words}; "
+            default = f"{'' if info.is_required() else 'default: '}{flag_words.default(info)}"
+            lines.append(f"  {flag_name(name):36} {info.description} ({may_be}{default})".replace("`", ""))
         return "\n".join(lines)
 
 

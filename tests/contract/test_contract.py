@@ -67,8 +67,10 @@ def test_wrong_flags_are_named_with_what_is_allowed(argv: list[str], parts: list
         assert part in str(e.value)
 
 
-def test_help_lists_every_flag() -> None:
+def test_help_lists_every_flag_with_what_it_may_be() -> None:
     text = RuntimeLaunch.help()
+    for words in ("(integer ≥ 1, ≤ 4096; default: 64)", "(prefill, decode, unified; default: unified)", "(true, false; default: true)", "(required)"):
+        assert words in text
     for field in RuntimeLaunch.model_fields:
         assert "--" + field.replace("_", "-") in text
     assert len(RuntimeLaunch.model_fields) < 60
