@@ -131,7 +131,10 @@ class TcpTransfer:
             self._server.close()
         for link in (*self._prefill.links, *self._decode.links):
             link.close("this worker ends")
-        await asyncio.sleep(0)
+        rest = asyncio.all_tasks() - {asyncio.current_task()}  # who asks, greets or is told; a stopped loop would leave them half done
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     # Scheduler's side.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,6 +16,7 @@ from fleet_runtime import messages as m
 from fleet_runtime.engine.simulated import PAGE_BYTES
 from fleet_runtime.scheduler.request import State
 from fleet_testing.hand_over_harness import QUICK, Pair, RealClockScheduler, Workers
+from fleet_testing.runtime import wait_for
 from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, rid_of
 
 Make = Callable[..., RealClockScheduler]
@@ -398,6 +402,26 @@ def test_a_unified_worker_may_hand_over_to_itself(make: Make) -> None:
     pair.turn_to_end(worker.inbox.of(rid_of(1)), answer)
     assert answer.ids == VirtualScheduler().answer([7] * 50, 6)
     pair.turn_to_idle()
+
+
+def test_a_transfer_that_closes_leaves_nothing_half_done(make: Make) -> None:
+    """Seen red: who had not yet sent a whole question was left to the garbage collector, on a loop that was closed."""
+    transfer = make("prefill").transfer
+
+    async def under_way() -> set[asyncio.Task[object]]:
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    def tasks() -> set[asyncio.Task[object]]:
+        return asyncio.run_coroutine_threadsafe(under_way(), transfer._loop).result()
+
+    ports = (transfer.bootstrap_port, transfer.transfer_port)
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        wait_for(lambda: len(tasks()) > len(ports), "both are being served, beside the ticker")
+        seen = tasks()
+        transfer.close()
+    assert all(task.done() for task in seen), seen
 
 
 @pytest.mark.parametrize("room", [-1, 2**63, 0])
