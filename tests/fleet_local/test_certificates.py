@@ -72,7 +72,7 @@ def test_a_kubeconfig_needs_no_other_file(pki: Path, user: str) -> None:
 
 
 def get_without_certificate(authority: Path, port: int) -> bytes:
-    connection = http.client.HTTPSConnection("127.0.0.1", port, context=ssl.create_default_context(cafile=str(authority)), timeout=5)
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=ssl.create_default_context(cafile=str(authority)), timeout=60)
     try:
         connection.request("GET", "/readyz")
         return connection.getresponse().read()

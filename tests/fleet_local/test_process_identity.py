@@ -23,7 +23,7 @@ RECORD = ProcessRecord("boot", "f1", 7, 100)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.005)

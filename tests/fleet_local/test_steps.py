@@ -48,7 +48,7 @@ def test_running_keeps_the_order_of_the_plan(needs: dict[str, list[str]]) -> Non
 
 
 def test_steps_that_do_not_need_one_another_run_side_by_side() -> None:
-    meet = threading.Barrier(2, timeout=10)
+    meet = threading.Barrier(2, timeout=60)
 
     def work() -> None:
         meet.wait()

@@ -83,10 +83,10 @@ async def test_a_connection_whose_stream_began_before_the_drain_may_bring_one_mo
 
 async def test_the_port_stays_open_while_requests_still_come(make_worker: MakeWorker, make_router: MakeRouter) -> None:
     """A load balancer that is slow to hear goes on sending; red when the port closes a drain delay after SIGTERM whatever comes."""
-    router = await make_router("--static", (await make_worker()).url, "--drain-delay", "2")
+    router = await make_router("--static", (await make_worker()).url, "--drain-delay", "3")
     await router.until_workers(1)
     router.process.send_signal(signal.SIGTERM)
-    until_s = time.monotonic() + 4
+    until_s = time.monotonic() + 6
     while time.monotonic() < until_s:
         async with one_connection() as client:
             answer = await client.post(f"{router.url}/v1/chat/completions", json=CHAT)

@@ -20,7 +20,7 @@ from fleet_testing.engines.sglang import FakeSglang
 from fleet_testing.engines.sglang import Rooms as Meetings
 from fleet_testing.engines.vllm import FakeVllm, Transfers
 from fleet_testing.router_fleet import Fleet
-from fleet_testing.router_process import until
+from fleet_testing.router_process import LIMIT_S, until
 
 Start = Callable[..., Awaitable[Any]]
 Front = Callable[..., Awaitable[Fleet]]
@@ -48,7 +48,7 @@ class Pairs:
     async def ask(self, **fields: Any) -> httpx.Response:
         return await self.fleet.post("/v1/chat/completions", words(**fields))
 
-    async def free(self, limit_s: float = 10.0) -> None:
+    async def free(self, limit_s: float = LIMIT_S) -> None:
         """Nothing is in flight in the router, nothing runs or is pinned in an engine that lives."""
         await self.fleet.idle(limit_s)
         alive = [e for e in self.engines if not e.dead]

@@ -572,7 +572,7 @@ async def test_a_brain_process_of_its_own_shares_too_and_its_port_survives_it(
     await until(lambda: fleet.brain.peers()["live"] == 1, "heard here")
 
     async def heard_there() -> bool:
-        return bool((await router.get("/readyz"))["peers"] == {"expected": 1, "live": 1})
+        return bool((await router.get("/readyz")).get("peers") == {"expected": 1, "live": 1})
 
     await until_async(heard_there, "heard there")
     brain = router.child("fleet_router.brain.process")

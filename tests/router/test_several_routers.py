@@ -20,9 +20,13 @@ CONVERSATIONS, TURNS, AT_ONCE = 40, 5, 8
 SYSTEM = list(range(1, 65))  # tokens that all conversations begin with
 
 
+FIRST, MORE = 1_024, 64  # tokens of a conversation's first turn, and what each adds: a miss costs more than any queue of hits
+OWN = 10_000  # ids of each conversation
+
+
 def prompt(conversation: int, turn: int) -> list[int]:
-    """What a conversation asks in its n-th turn: 64 tokens more each time."""
-    return [*SYSTEM, *(1_000 * (conversation + 1) + n for n in range(64 * (turn + 1)))]
+    """What a conversation asks in its n-th turn."""
+    return [*SYSTEM, *(OWN * (conversation + 1) + n for n in range(FIRST + MORE * turn))]
 
 
 class World:
@@ -68,7 +72,7 @@ class World:
         for worker in self.workers:
             for ids, cached in worker.served_prompts:
                 if len(ids) > len(prompt(0, 0)) and cached <= len(SYSTEM):
-                    out[ids[len(SYSTEM)] // 1_000 - 1] += 1
+                    out[ids[len(SYSTEM)] // OWN - 1] += 1
         return out
 
 

@@ -57,7 +57,7 @@ def test_a_scheduler_under_load_tells_all_that_its_cache_holds(worker: Scheduler
 def test_the_record_names_the_ports_and_they_are_bound_when_the_worker_is_ready(tmp_path: Path) -> None:
     with Runtime(tmp_path) as runtime:
         runtime.wait_ready()
-        record = httpx.get(f"{runtime.internal}/worker", timeout=10).json()
+        record = httpx.get(f"{runtime.internal}/worker", timeout=60).json()
         with Reader(record["ports"]["events"], record["ports"]["replay"], f"kv@{record['podUid']}@{record['modelRevision']}".encode()) as reader:
             reader.live()
             body = {"model": "simulated", "prompt": "one prefix for all " * 8, "max_tokens": 4, "temperature": 0}

@@ -134,7 +134,7 @@ def test_a_worker_with_key_origin_and_tls(tmp_path: Path) -> None:
         os.replace(new_cert, cert)
         wait_for(lambda: _peer_name((host, port)) == "CN=two", "new connections get the new certificate")
         runtime.child("http").kill()
-        wait_for(lambda: httpx.get(f"{url}/readyz", verify=False, timeout=10).status_code == 200, "TLS is back with the next http process")
+        wait_for(lambda: httpx.get(f"{url}/readyz", verify=False, timeout=60).status_code == 200, "TLS is back with the next http process")
 
 
 @pytest.mark.processes

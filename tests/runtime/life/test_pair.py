@@ -95,7 +95,7 @@ def test_a_leg_that_http_refuses_frees_the_other_at_once(pair: tuple[Runtime, Ru
 def test_a_leg_of_the_wrong_role_is_stale(pair: tuple[Runtime, Runtime], wrong: int) -> None:
     _, for_prefill, for_decode = legs(pair)
     headers = (for_decode, for_prefill)[wrong]
-    answer = httpx.post(pair[wrong].internal + COMP, json={"model": "simulated", "prompt": "x"}, headers=headers, timeout=10)
+    answer = httpx.post(pair[wrong].internal + COMP, json={"model": "simulated", "prompt": "x"}, headers=headers, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "stale_worker")
 
 

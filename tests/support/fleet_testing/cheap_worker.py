@@ -250,7 +250,7 @@ class CheapWorker:
         self.process = subprocess.Popen(argv, env=environment, start_new_session=True)
         return self
 
-    def wait(self, limit_s: float = 20.0) -> CheapWorker:
+    def wait(self, limit_s: float = 60.0) -> CheapWorker:
         """Until it listens."""
         deadline = time.monotonic() + limit_s
         while not self._announce.exists():
