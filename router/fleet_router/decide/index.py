@@ -165,6 +165,7 @@ class PrefixIndex:
             budget = retired.step(budget, self._unset)
             if retired.done:
                 self._retired.popleft()
+                retired.life.history = None  # it has functions that have the life
                 self._free_bits.append(retired.life.bit)
         return bool(self._retired)
 

@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
         return None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
+        self.transport = self._parser = None  # the parser has methods of ours: the circle would wait for a look at everything
         self.pool.drop(self)
         stale = self.reused and not self.answered and self.loop.time() - self._sent_at < STALE_S
         if self.sink is not None and stale and self._retry is not None:

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import httptools
 
@@ -146,7 +146,7 @@ class DataProtocol(asyncio.Protocol):
         self.write_paused = False
         self.exchange: HttpExchange | None = None
         self._waiting: deque[Request] = deque()
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._fires_at = 0.0  # loop time of `_timer`
         self._due = 0.0  # loop time at which `_then` is called
@@ -241,6 +241,8 @@ class DataProtocol(asyncio.Protocol):
         self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
+            self._write_timer = None
+        self._parser = None  # it has methods of ours: the circle would wait for a look at everything
         self.state.connections.discard(self)
         exchange, self.exchange = self.exchange, None
         self._give_up_body()
