@@ -163,9 +163,9 @@ async def test_a_worker_whose_load_reports_come_is_kept_longer_though_its_polls_
             await worker.publish()
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(report_until(lambda: endpoint.reported_at > 0), 10)
+    await asyncio.wait_for(report_until(lambda: endpoint.reported_at > 0), 60)
     worker.silent_polls = -1
-    await asyncio.wait_for(report_until(lambda: endpoint.missed == registry.MISSES_OF_REPORTING - 1), 10)
+    await asyncio.wait_for(report_until(lambda: endpoint.missed == registry.MISSES_OF_REPORTING - 1), 60)
     assert fleet.ready() == 1
     await asyncio.wait_for(report_until(lambda: fleet.ready() == 0), 10)  # reports alone do not keep it for ever
 

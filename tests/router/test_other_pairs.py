@@ -221,7 +221,7 @@ async def test_r27_a_leg_killed_at_any_phase_costs_one_more_attempt_or_ends_the_
     alive = [e for e in pairs.engines if not e.dead]
     await until(lambda: all(e.running == 0 for e in alive), "nothing runs on")
     if protocol != "mooncake":  # its prefill drops by its own limit what nobody fetches
-        await until(lambda: all(e.pinned_blocks == 0 for e in alive), "no KV is left behind", 5.0)
+        await until(lambda: all(e.pinned_blocks == 0 for e in alive), "no KV is left behind")
 
 
 @pytest.mark.rule("R27")

@@ -119,7 +119,7 @@ async def connect(desk: RemoteDesk, server: DeskServer) -> None:
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(server.make_channel, sock=theirs)
     await loop.create_unix_connection(desk.make_channel, sock=ours)
-    await until(lambda: not desk.degraded, "the brain decides", 5)
+    await until(lambda: not desk.degraded, "the brain decides")
 
 
 def make_server(brain: Brain) -> DeskServer:
@@ -273,7 +273,7 @@ async def test_a_lost_edge_gives_back_its_leases_waits_and_places_in_the_queue_a
     assert (worker.inflight, world.brain.waiting, [len(q) for _, q in world.brain.queues()]) == (1, {KEY: 1}, [1])
     assert isinstance(world.desk, RemoteDesk) and world.desk._connected is not None
     world.desk._connected.abort()
-    await until(lambda: worker.inflight == 0, "given back", 5)
+    await until(lambda: worker.inflight == 0, "given back")
     assert not world.brain.waiting and not any(len(q) for _, q in world.brain.queues())
     assert await world.asked[1] is not None, "what waited goes by the safe rule"
     world.brain.deciding.check_integrity()
@@ -320,7 +320,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     before = {w.record.pod_uid: (w.inflight, w.load.now()) for w in world.brain.workers}
     leases[5].release_leg(leases[5].legs()[0])
     desk._connected.abort()
-    await until(lambda: bool(desk.degraded), "the brain is gone", 5)
+    await until(lambda: bool(desk.degraded), "the brain is gone")
     safe = await acquire(desk, want(900), 5.0)
     assert safe is not None and safe.pick_id not in (world.brain.pick_id, leases[0].pick_id)
     brain = make_brain(world.now)
@@ -336,7 +336,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     brain.take_endpoint(endpoint(0, "prefill"))
     brain.take_endpoint(endpoint(1, "decode"))
     brain.take_endpoint(endpoint(2, "unified", record=record(2, "unified", incarnation="f" * 16)))  # it has restarted
-    await until(lambda: not desk.degraded, "the brain decides", 5)
+    await until(lambda: not desk.degraded, "the brain decides")
     now = {w.record.pod_uid: w.inflight for w in brain.workers}
     expected = {
         uid: sum(v.record.pod_uid == uid for le in [*leases, safe] for g in le.legs() if not g.released for v in [g.worker]) for uid in before
@@ -350,7 +350,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     for lease in [*leases, safe]:
         lease.first_token()
         lease.release()
-    await until(lambda: sum(w.inflight for w in brain.workers) == 0, "all is given back", 5)
+    await until(lambda: sum(w.inflight for w in brain.workers) == 0, "all is given back")
     brain.deciding.check_integrity()
     assert not desk._held and not desk._busy
     server.close()
