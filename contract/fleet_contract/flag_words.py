@@ -32,9 +32,8 @@ def allowed(info: FieldInfo) -> str:
 
 def default(info: FieldInfo) -> str:
     """What holds when the flag is not given."""
-    return "required" if info.is_required() else "none" if info.default in ("", ()) else f"`{shown(info.default)}`"
+    return "required" if info.is_required() else "none" if info.default in ("", ()) else f"`{_shown(info.default)}`"
 
 
-def shown(value: object) -> str:
-    """A value as it is given on the command line."""
+def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

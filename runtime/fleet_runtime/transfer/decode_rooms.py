@@ -308,11 +308,6 @@ class DecodeRooms:
                 text = f"the hand-over of room {state.room} was not done {limit:.0f} s after its first page (--transfer-timeout)"
                 self._fail(state, ApiError(504, text, type=errors.TIMEOUT, code="transfer_timeout"))
 
-    def close(self) -> None:
-        """Stops dialling."""
-        for task in list(self._tasks):
-            task.cancel()
-
 
 def _ending(room: int, generation: int, error: ApiError) -> Abort | Failed:
     """How prefill hears that decode's leg is over."""

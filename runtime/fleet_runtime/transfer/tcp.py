@@ -123,15 +123,13 @@ class TcpTransfer:
         os.close(self.wake_fd)
 
     async def _shut(self) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-        self._decode.close()
         self._bootstrap.close()
         if self._server is not None:
             self._server.close()
         for link in (*self._prefill.links, *self._decode.links):
             link.close("this worker ends")
-        rest = asyncio.all_tasks() - {asyncio.current_task()}  # who asks, greets or is told; a stopped loop would leave them half done
+        # A stopped loop would leave half done what is under way.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}  # ticker, dials, questions, greetings
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
