@@ -160,7 +160,7 @@ async def test_r30_a_killed_brain_costs_no_request_and_the_next_one_knows_what_r
             return metrics.get('picks_total{role="unified"}', 0) > 0 and metrics["edges"] == 2 and await router.is_ready()
 
         await until_async(degraded, "the edges say that they have no brain")
-        await until_async(decides, "a new brain decides")
+        await until_async(decides, "a new brain decides", 5.0)
         assert (await router.http.get(f"{router.control}/readyz")).json()["status"] == "ready"
         assert (await router.get("/fleet/demo/tiny"))["synced"] is True
         stop.set()
@@ -222,7 +222,7 @@ async def test_a_second_signal_ends_all_processes_at_once(make_worker: MakeWorke
         router.process.send_signal(signal.SIGTERM)
         await until(lambda: "draining" in router.log.read_text(), "it drains")
         router.process.send_signal(signal.SIGTERM)
-        await until(lambda: router.process.poll() is not None, "the router ends")
+        await until(lambda: router.process.poll() is not None, "the router ends", 5)
         await asyncio.gather(*tasks, return_exceptions=True)
     assert router.process.returncode == 1
     await all_gone(children)

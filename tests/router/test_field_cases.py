@@ -377,5 +377,5 @@ def test_a_router_that_is_ended_while_it_starts_ends_at_once(tmp_path: Path) -> 
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(15) in (0, -signal.SIGTERM)
-        _, alive = psutil.wait_procs(children, timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive

@@ -71,7 +71,7 @@ async def test_a_load_report_moves_new_requests_away(make_worker: MakeWorker, ma
             await workers[0].publish(pend=50_000, run=4)
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(report(), 60)
+    await asyncio.wait_for(report(), 10)
     for n in range(8):
         await fleet.chat(f"{n} new")
         await workers[0].publish(pend=50_000, run=4)
@@ -113,7 +113,7 @@ async def test_a_load_report_of_another_incarnation_makes_the_router_read_again(
             await worker.publish()
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(report(), 60)
+    await asyncio.wait_for(report(), 10)
 
 
 async def test_a_worker_that_reports_a_drain_gets_nothing_new_until_it_reports_the_end_of_it(make_worker: MakeWorker, make_fleet: MakeFleet) -> None:
@@ -125,11 +125,11 @@ async def test_a_worker_that_reports_a_drain_gets_nothing_new_until_it_reports_t
             await workers[0].publish(draining=draining)
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(report(True, 1), 60)
+    await asyncio.wait_for(report(True, 1), 10)
     for n in range(6):
         await fleet.chat(f"{n}")
     assert [len(w.legs) for w in workers] == [0, 6]
-    await asyncio.wait_for(report(False, 2), 60)
+    await asyncio.wait_for(report(False, 2), 10)
 
 
 async def test_one_poll_without_an_answer_says_nothing_about_a_worker(
@@ -163,9 +163,9 @@ async def test_a_worker_whose_load_reports_come_is_kept_longer_though_its_polls_
             await worker.publish()
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(report_until(lambda: endpoint.reported_at > 0), 60)
+    await asyncio.wait_for(report_until(lambda: endpoint.reported_at > 0), 10)
     worker.silent_polls = -1
-    await asyncio.wait_for(report_until(lambda: endpoint.missed == registry.MISSES_OF_REPORTING - 1), 60)
+    await asyncio.wait_for(report_until(lambda: endpoint.missed == registry.MISSES_OF_REPORTING - 1), 10)
     assert fleet.ready() == 1
     await asyncio.wait_for(report_until(lambda: fleet.ready() == 0), 10)  # reports alone do not keep it for ever
 

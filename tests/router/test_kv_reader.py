@@ -138,7 +138,7 @@ async def test_r34_a_publisher_that_stops_is_seen_and_its_worker_serves_on(publi
     fleet = await make_fleet(*(e.worker for e in engines))
     await until(lambda: reports.streams(fleet.brain) == {"expected": 2, "live": 2}, "both are believed")
     engines[0].silent = True
-    await until(lambda: reports.streams(fleet.brain) == {"expected": 2, "live": 1}, "its silence is seen")
+    await until(lambda: reports.streams(fleet.brain) == {"expected": 2, "live": 1}, "its silence is seen", 5.0)
     assert sorted(w["events"]["trust"] for w in fleet.told()) == ["live", "silent"]
     gauges = {(name, *labels): value for name, labels, value in reports.snapshot(fleet.brain, 0).gauges}
     assert gauges[("event_streams", ("trust", "silent"))] == 1
@@ -265,7 +265,7 @@ async def test_the_index_follows_a_real_runtime(make_fleet: MakeFleet, tmp_path:
     with Runtime(tmp_path / "runtime") as runtime:
         runtime.wait_ready()
         fleet = await make_fleet(static=(runtime.internal,), wait=False)
-        await until(lambda: fleet.ready() == 1, "the worker is ready")
+        await until(lambda: fleet.ready() == 1, "the worker is ready", 30)
         await until_live(fleet)
         body = {"model": fleet.brain.table.names and next(iter(fleet.brain.table.names)), "prompt": "one prefix for all " * 40, "max_tokens": 2}
         for _ in range(2):

@@ -37,7 +37,7 @@ def burst(port: int) -> Iterator[None]:
     """Clients that have connected; nobody accepts them meanwhile."""
     with contextlib.ExitStack() as stack:
         for _ in range(CLIENTS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
         yield
 
 
@@ -67,7 +67,7 @@ async def once_each(listener: socket.socket) -> None:
     address = listener.getsockname()
     servers = await listen_on(listener, Accepted)
     with burst(address[1]):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(10):
             while Accepted.count < CLIENTS:
                 await asyncio.sleep(0)
         for _ in range(100):
@@ -77,7 +77,7 @@ async def once_each(listener: socket.socket) -> None:
     for server in servers:
         server.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address, timeout=60)
+        socket.create_connection(address, timeout=5)
 
 
 def test_the_kernel_keeps_little_of_what_a_client_does_not_read(listener: socket.socket) -> None:

@@ -290,7 +290,7 @@ async def test_r20_a_client_that_leaves_ends_the_engine_s_work(kind: Any, stream
     task = asyncio.create_task(post(fleet, {"messages": MESSAGES, "stream": stream}))
     await until(lambda: "first" in engine.phases, "it works")
     task.cancel()
-    await until(lambda: engine.running == 0, "the engine has stopped")
+    await until(lambda: engine.running == 0, "the engine has stopped", 2.0)
     if kind is FakeSglang:
         await until(lambda: engine.aborted == [engine.generations[0].json["rid"]], "it heard the abort")
     await fleet.idle()

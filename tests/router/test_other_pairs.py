@@ -20,7 +20,7 @@ from fleet_testing.engines.sglang import FakeSglang
 from fleet_testing.engines.sglang import Rooms as Meetings
 from fleet_testing.engines.vllm import FakeVllm, Transfers
 from fleet_testing.router_fleet import Fleet
-from fleet_testing.router_process import LIMIT_S, until
+from fleet_testing.router_process import until
 
 Start = Callable[..., Awaitable[Any]]
 Front = Callable[..., Awaitable[Fleet]]
@@ -48,7 +48,7 @@ class Pairs:
     async def ask(self, **fields: Any) -> httpx.Response:
         return await self.fleet.post("/v1/chat/completions", words(**fields))
 
-    async def free(self, limit_s: float = LIMIT_S) -> None:
+    async def free(self, limit_s: float = 10.0) -> None:
         """Nothing is in flight in the router, nothing runs or is pinned in an engine that lives."""
         await self.fleet.idle(limit_s)
         alive = [e for e in self.engines if not e.dead]
@@ -221,7 +221,7 @@ async def test_r27_a_leg_killed_at_any_phase_costs_one_more_attempt_or_ends_the_
     alive = [e for e in pairs.engines if not e.dead]
     await until(lambda: all(e.running == 0 for e in alive), "nothing runs on")
     if protocol != "mooncake":  # its prefill drops by its own limit what nobody fetches
-        await until(lambda: all(e.pinned_blocks == 0 for e in alive), "no KV is left behind")
+        await until(lambda: all(e.pinned_blocks == 0 for e in alive), "no KV is left behind", 5.0)
 
 
 @pytest.mark.rule("R27")

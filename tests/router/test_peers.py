@@ -499,7 +499,7 @@ async def test_r32_two_routers_explain_the_same_within_a_second_of_quiet(
         one, two = [await explained(f) for f in fleets]
         return bool(one == two and {w["hitTokens"] for w in one} == {0, 256})
 
-    await until_async(equal, "both explain the same")
+    await until_async(equal, "both explain the same", 1.0)
     go.set()
     assert (await chat).status_code == 200
     for p in publishers:
@@ -530,7 +530,7 @@ async def test_where_a_prompt_of_another_router_went_is_known_for_workers_withou
         # and that the first turn is over: while it was computed, its worker was as dear as one that has to compute it itself
         return most > 1000 and min(two) == 0 and least <= max(two) <= most and not any(waits)
 
-    await until_async(known, "the other router sends its next turn to the same worker")
+    await until_async(known, "the other router sends its next turn to the same worker", 2.0)
     before = len(took.legs)
     assert (await second.chat(text)).status_code == 200
     assert len(took.legs) == before + 1

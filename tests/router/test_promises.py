@@ -192,7 +192,7 @@ async def test_when_one_leg_fails_the_other_ends_within_a_second(broken: str, ho
     answer = await task
     took = time.monotonic() - began
     assert answer.status_code in (500, 502) and answer.json()["error"]["code"] in ("kv_lost", "worker_lost")
-    await until(lambda: len(other.aborts) >= 1 and other.legs[0].gone.is_set(), "the other is told")
+    await until(lambda: len(other.aborts) >= 1 and other.legs[0].gone.is_set(), "the other is told", 5)
     assert took < 1.0
     await fleet.idle()
 
@@ -307,7 +307,7 @@ async def test_a_pod_that_goes_gets_no_pick_once_that_is_seen(loss: float, watch
     await until(lambda: fleet.ready() == 3, "all are ready")
     await fleet.until_tokenizers([workers[0].record.model_revision])
     api.set(PODS, pod(workers[0], "p0", deletionTimestamp="2026-01-01T00:00:00Z"))
-    await until(lambda: fleet.ready() == 2, "it is seen, at the latest by the next list")
+    await until(lambda: fleet.ready() == 2, "it is seen, at the latest by the next list", 5)
     before = len(workers[0].legs)
     for n in range(20):
         assert (await fleet.chat(f"{n}")).status_code == 200

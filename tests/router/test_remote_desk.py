@@ -79,7 +79,7 @@ class World:
             for _ in range(4):
                 await asyncio.sleep(0)
             if isinstance(self.desk, RemoteDesk) and self.desk._connected is not None:
-                await self.desk._connected.ask("nothing", timeout_s=60)
+                await self.desk._connected.ask("nothing", timeout_s=5)
 
     def told(self) -> tuple[Any, ...]:
         """Everything that has to be equal."""
@@ -119,7 +119,7 @@ async def connect(desk: RemoteDesk, server: DeskServer) -> None:
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(server.make_channel, sock=theirs)
     await loop.create_unix_connection(desk.make_channel, sock=ours)
-    await until(lambda: not desk.degraded, "the brain decides")
+    await until(lambda: not desk.degraded, "the brain decides", 5)
 
 
 def make_server(brain: Brain) -> DeskServer:
@@ -273,7 +273,7 @@ async def test_a_lost_edge_gives_back_its_leases_waits_and_places_in_the_queue_a
     assert (worker.inflight, world.brain.waiting, [len(q) for _, q in world.brain.queues()]) == (1, {KEY: 1}, [1])
     assert isinstance(world.desk, RemoteDesk) and world.desk._connected is not None
     world.desk._connected.abort()
-    await until(lambda: worker.inflight == 0, "given back")
+    await until(lambda: worker.inflight == 0, "given back", 5)
     assert not world.brain.waiting and not any(len(q) for _, q in world.brain.queues())
     assert await world.asked[1] is not None, "what waited goes by the safe rule"
     world.brain.deciding.check_integrity()
@@ -320,7 +320,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     before = {w.record.pod_uid: (w.inflight, w.load.now()) for w in world.brain.workers}
     leases[5].release_leg(leases[5].legs()[0])
     desk._connected.abort()
-    await until(lambda: bool(desk.degraded), "the brain is gone")
+    await until(lambda: bool(desk.degraded), "the brain is gone", 5)
     safe = await acquire(desk, want(900), 5.0)
     assert safe is not None and safe.pick_id not in (world.brain.pick_id, leases[0].pick_id)
     brain = make_brain(world.now)
@@ -336,7 +336,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     brain.take_endpoint(endpoint(0, "prefill"))
     brain.take_endpoint(endpoint(1, "decode"))
     brain.take_endpoint(endpoint(2, "unified", record=record(2, "unified", incarnation="f" * 16)))  # it has restarted
-    await until(lambda: not desk.degraded, "the brain decides")
+    await until(lambda: not desk.degraded, "the brain decides", 5)
     now = {w.record.pod_uid: w.inflight for w in brain.workers}
     expected = {
         uid: sum(v.record.pod_uid == uid for le in [*leases, safe] for g in le.legs() if not g.released for v in [g.worker]) for uid in before
@@ -350,7 +350,7 @@ async def test_a_new_brain_counts_what_the_edge_has_in_flight_on_the_incarnation
     for lease in [*leases, safe]:
         lease.first_token()
         lease.release()
-    await until(lambda: sum(w.inflight for w in brain.workers) == 0, "all is given back")
+    await until(lambda: sum(w.inflight for w in brain.workers) == 0, "all is given back", 5)
     brain.deciding.check_integrity()
     assert not desk._held and not desk._busy
     server.close()
@@ -383,7 +383,7 @@ async def test_a_brain_that_says_nothing_is_left_alone(monkeypatch: pytest.Monke
     waiting = asyncio.ensure_future(acquire(world.desk, want(3000, prefix=1), 60.0))
     await world.settle()
     world.server.close()  # no pulse any more
-    assert await asyncio.wait_for(waiting, 60) is not None
+    assert await asyncio.wait_for(waiting, 5) is not None
     assert world.desk.degraded
     await close(world)
 
@@ -409,7 +409,7 @@ async def test_a_worker_that_becomes_ready_while_the_brain_says_no_is_not_missed
     await asyncio.sleep(0)
     world.endpoints[0].healthy = True
     world.brain.take_endpoint(world.endpoints[0])  # before the brain reads the question, or after it: one of both orders is the bad one
-    assert await asyncio.wait_for(asked, 60) is not None
+    assert await asyncio.wait_for(asked, 5) is not None
     await close(world)
 
 
@@ -425,7 +425,7 @@ async def test_a_request_whose_turn_comes_on_a_worker_that_goes_in_the_same_mome
     world.brain._look()  # its turn has come, and nobody has been told
     world.endpoints[0].removed = True
     world.brain.take_endpoint(world.endpoints[0])
-    assert await asyncio.wait_for(asked, 60) is None
+    assert await asyncio.wait_for(asked, 5) is None
     assert worker.inflight == 0 and isinstance(world.desk, RemoteDesk) and not world.desk.degraded
     await close(world)
 

@@ -216,7 +216,7 @@ def test_a_long_prompt_does_not_hold_up_probes(runtime: Runtime) -> None:
     thread = threading.Thread(target=lambda: [big.post(runtime.data + CHAT, content=body) for _ in range(5)])
     thread.start()
     while thread.is_alive():
-        assert HTTP.get(runtime.data + "/livez").status_code == 200
+        assert HTTP.get(runtime.data + "/livez", timeout=15).status_code == 200  # the time that a liveness probe gives
     thread.join()
 
 

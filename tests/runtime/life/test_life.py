@@ -195,18 +195,18 @@ def test_without_an_http_process_a_request_is_refused_at_once_with_the_cause(wor
     new.suspend()
     try:
         for body in (b"{}", b"x" * 300_000):  # also one that it does not read to the end before it answers
-            answer = httpx.post(url + CHAT, content=body, headers={"x-request-id": "mine"}, timeout=30)
+            answer = httpx.post(url + CHAT, content=body, headers={"x-request-id": "mine"}, timeout=5)
             assert (answer.status_code, answer.headers["retry-after"], answer.headers["x-request-id"]) == (503, "1", "mine")
             error = answer.json()["error"]
             assert (error["code"], error["type"], error["request_id"]) == ("worker_restarting", "overloaded_error", "mine")
             assert "http was killed by SIGKILL" in error["message"]
-        assert httpx.get(url + "/readyz", timeout=30).status_code == 503
-        assert httpx.get(url + "/livez", timeout=30).status_code == 200
+        assert httpx.get(url + "/readyz", timeout=5).status_code == 503
+        assert httpx.get(url + "/livez", timeout=5).status_code == 200
         with socket.create_connection(worker.data_address) as silent, socket.create_connection(worker.data_address) as left:
             left.close()
             silent.settimeout(10)
             assert silent.recv(1) == b"", "a client that sends nothing is closed by a limit"
-            assert httpx.get(url + "/readyz", timeout=30).status_code == 503
+            assert httpx.get(url + "/readyz", timeout=5).status_code == 503
     finally:
         new.resume()
     wait_for(lambda: serves(worker), "it serves again")
@@ -257,14 +257,14 @@ def test_a_second_signal_ends_at_once(worker: Runtime) -> None:
     wait_for(lambda: worker.readyz() == 503, "it drains")
     worker.process.send_signal(signal.SIGINT)
     assert worker.process.wait(5) == 128 + signal.SIGINT
-    assert psutil.wait_procs(children, 30)[1] == []
+    assert psutil.wait_procs(children, 2)[1] == []
 
 
 def test_no_child_outlives_a_killed_supervisor(worker: Runtime) -> None:
     children = worker.children()
     assert len(children) == 3
     worker.process.kill()
-    assert psutil.wait_procs(children, 30)[1] == []
+    assert psutil.wait_procs(children, 2)[1] == []
 
 
 def test_probes_tell_how_far_a_slow_load_is(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def loading_text(url: str) -> str | None:
 def test_sigterm_while_loading_ends_at_once(tmp_path: Path) -> None:
     with Runtime(tmp_path, "--simulated-load-s=60") as runtime:
         wait_for(lambda: len(runtime.children()) == 3, "its processes run")
-        assert runtime.stop(timeout_s=30) == 0
+        assert runtime.stop(timeout_s=10) == 0
 
 
 @pytest.mark.parametrize("when_s", [0.0, 0.2, 0.4])
@@ -371,8 +371,8 @@ def test_an_idle_worker_drains_in_no_time_and_leaves_nothing(tmp_path: Path) -> 
             runtime.wait_ready()
             assert len(list(folder.iterdir())) == 1
             children = runtime.children()
-            assert runtime.stop(timeout_s=30) == 0
-            assert psutil.wait_procs(children, 30)[1] == []
+            assert runtime.stop(timeout_s=5) == 0
+            assert psutil.wait_procs(children, 2)[1] == []
         assert list(folder.iterdir()) == []
     finally:
         folder.rmdir()

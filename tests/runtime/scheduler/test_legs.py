@@ -101,14 +101,14 @@ def test_a_large_plain_request_gets_in_beside_hand_overs_that_never_pause(worker
     for _ in range(300):
         turn()
     plain = [w.admit(rid_of(10_000 + n), prompt(100, seed=n), 80) for n, w in enumerate((a, b))]
-    before, end = asked, time.monotonic() + 60
+    before, end = asked, time.monotonic() + 10
     while not all(x.end for x in plain):
         turn()
         assert time.monotonic() < end, f"{asked - before} pairs have passed it"
     assert [x.ids for x in plain] == [expected(prompt(100, seed=n), 80) for n in range(2)]
     while open_now:
         turn(refill=False)
-        assert time.monotonic() < end + 60
+        assert time.monotonic() < end + 10
     assert a.book.totals.failed == b.book.totals.failed == 0
     pairs[0].turn_to_idle()
 

@@ -36,9 +36,9 @@ async def server() -> AsyncIterator[BootstrapServer]:
 
 async def test_the_route_is_503_until_the_worker_is_registered(server: BootstrapServer) -> None:
     with pytest.raises(NotRegistered):
-        await fetch_route("127.0.0.1", server.port, timeout_s=60)
+        await fetch_route("127.0.0.1", server.port, timeout_s=5)
     server.route = Route(incarnation="a" * 16, pod_uid="p", transfer_port=5, backends=["tcp"])
-    assert await fetch_route("127.0.0.1", server.port, timeout_s=60) == server.route
+    assert await fetch_route("127.0.0.1", server.port, timeout_s=5) == server.route
 
 
 async def test_ipv6_is_served() -> None:
@@ -48,7 +48,7 @@ async def test_ipv6_is_served() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     server.route = Route(incarnation="b" * 16)
-    assert await fetch_route("::1", server.port, timeout_s=60) == server.route
+    assert await fetch_route("::1", server.port, timeout_s=5) == server.route
     server.close()
 
 
@@ -64,7 +64,7 @@ async def test_ipv6_is_served() -> None:
 async def test_other_requests_get_a_status(server: BootstrapServer, request_bytes: bytes, status: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request_bytes)
-    answer = await asyncio.wait_for(reader.read(), 60)
+    answer = await asyncio.wait_for(reader.read(), 5)
     assert answer.split()[1] == status
     writer.close()
 
@@ -73,7 +73,7 @@ async def test_an_endless_head_is_cut_off(server: BootstrapServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"x" * 100_000)
     with contextlib.suppress(ConnectionError):
-        assert await asyncio.wait_for(reader.read(), 60) == b""
+        assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
 
 

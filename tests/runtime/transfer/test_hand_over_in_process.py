@@ -15,7 +15,7 @@ from fleet_contract import handoff
 from fleet_runtime import messages as m
 from fleet_runtime.engine.simulated import PAGE_BYTES
 from fleet_runtime.scheduler.request import State
-from fleet_testing.hand_over_harness import QUICK, Pair, RealClockScheduler, Workers
+from fleet_testing.hand_over_harness import QUICK, TICK_S, Pair, RealClockScheduler, Workers
 from fleet_testing.runtime import wait_for
 from fleet_testing.scheduler_harness import Answer, VirtualScheduler, flags_of, rid_of
 
@@ -329,7 +329,7 @@ def test_a_queue_is_bounded_only_by_the_deadline_not_by_the_silence_timers(make:
     blocker = pair.decode.admit(rid_of(9), prompt(5), 1500)
     pair.decode.scheduler.iterate()
     first, second = pair.ask(rid_of(1), prompt(40))
-    until = time.monotonic() + 3.0  # twelve ticks
+    until = time.monotonic() + 12 * TICK_S
     # Only prefill turns: decode's queue does not move, but its I/O thread says that it lives.
     pair.turn(lambda: time.monotonic() > until, "time has passed", decode=False)
     assert first.end is None and second.end is None and blocker.end is None

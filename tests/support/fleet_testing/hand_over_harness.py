@@ -19,7 +19,8 @@ from fleet_testing.scheduler_harness import Answer, VirtualScheduler, byte_compi
 
 # For a test of what waits for ticks. All others keep the product's times: two live workers share this process's interpreter lock, and on a busy
 # machine one of them may well say nothing for three ticks of a tenth of a second.
-QUICK: Final[dict[str, object]] = {"tick_s": 0.25, "other_leg_s": 1.0}
+TICK_S: Final = 0.25
+QUICK: Final[dict[str, object]] = {"tick_s": TICK_S, "other_leg_s": 1.0}
 
 
 class RealClockScheduler(VirtualScheduler):
@@ -86,7 +87,7 @@ class Pair:
             self.decode.admit(rid, ids, max_new, leg="decode", room=room, **fields)
         return self.prefill.inbox.of(rid), self.decode.inbox.of(rid)
 
-    def turn(self, until: Callable[[], object], what: str, timeout_s: float = 60.0, *, prefill: bool = True, decode: bool = True) -> None:
+    def turn(self, until: Callable[[], object], what: str, timeout_s: float = 10.0, *, prefill: bool = True, decode: bool = True) -> None:
         """Turns the loops (or one of them) until a condition holds."""
         turning = [worker for worker, turns in ((self.prefill, prefill), (self.decode, decode)) if turns]
         end = time.monotonic() + timeout_s

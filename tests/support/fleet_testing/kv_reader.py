@@ -72,13 +72,13 @@ class Reader:
         self.dealer.setsockopt(zmq.RCVHWM, 0)
         self.dealer.connect(f"tcp://127.0.0.1:{replay_port}")
 
-    def live(self, timeout_s: float = 30.0) -> tuple[int, bytes]:
+    def live(self, timeout_s: float = 5.0) -> tuple[int, bytes]:
         """The next live message: sequence, payload."""
         assert self.sub.poll(int(timeout_s * 1000)), f"no message within {timeout_s} s"
         _, sequence, payload = split_live(self.sub.recv_multipart())
         return sequence, payload
 
-    def replay(self, start: int, timeout_s: float = 30.0) -> list[tuple[int, bytes]]:
+    def replay(self, start: int, timeout_s: float = 5.0) -> list[tuple[int, bytes]]:
         """All that a replay from `start` brings."""
         self.dealer.send_multipart([b"", encode_sequence(start)])
         out = []
@@ -89,7 +89,7 @@ class Reader:
                 return out
             out.append(answer)
 
-    def snapshot(self, timeout_s: float = 30.0) -> tuple[int, list[bytes]]:
+    def snapshot(self, timeout_s: float = 5.0) -> tuple[int, list[bytes]]:
         """The barrier's sequence, and the payloads."""
         messages = self.replay(SNAPSHOT_START, timeout_s)
         assert messages and len({sequence for sequence, _ in messages}) == 1
@@ -122,7 +122,7 @@ class Follower:
         self.next = barrier + 1
         return self
 
-    def step(self, timeout_s: float = 30.0) -> None:
+    def step(self, timeout_s: float = 5.0) -> None:
         """Takes one live message; fills a gap before it by a replay."""
         sequence, payload = self.reader.live(timeout_s)
         if sequence < self.next:
@@ -137,7 +137,7 @@ class Follower:
         self.shadow.apply(payload)
         self.next += 1
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Takes messages until a condition holds."""
         end = time.monotonic() + timeout_s
         while not condition():

@@ -13,7 +13,7 @@ from fleet_contract.worker import FleetReport
 from fleet_router.brain import reports
 from fleet_router.single import Single
 from fleet_testing.fake_worker import FakeWorker
-from fleet_testing.router_process import LIMIT_S, until
+from fleet_testing.router_process import until
 from fleet_testing.split_edge import SplitEdge
 
 
@@ -55,7 +55,7 @@ class Fleet:
     def inflight(self) -> int:
         return sum(w["inflight"] for w in self.told())
 
-    async def idle(self, limit_s: float = LIMIT_S) -> None:
+    async def idle(self, limit_s: float = 10.0) -> None:
         """Nothing is in flight, and every table adds up."""
         await until(lambda: self.inflight() == 0, "nothing is in flight", limit_s)
         self.brain.index.check_integrity()
@@ -92,7 +92,7 @@ class Fleet:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
-    async def raw(self, data: bytes, limit_s: float = LIMIT_S) -> bytes:
+    async def raw(self, data: bytes, limit_s: float = 10.0) -> bytes:
         """Sends bytes and reads until the router closes."""
         reader, writer = await self.connect()
         writer.write(data)

@@ -133,7 +133,7 @@ class RouterProcess:
         except subprocess.TimeoutExpired:
             os.kill(self.process.pid, signal.SIGKILL)
             code = self.process.wait(LIMIT_S)
-        _, alive = psutil.wait_procs(children, timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, f"left behind: {alive}"
         return code
 

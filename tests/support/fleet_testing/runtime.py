@@ -149,7 +149,7 @@ class Runtime:
         lines = self.scheduler_log.read_text().splitlines() if self.scheduler_log.is_file() else []
         return [d for d in map(json.loads, lines) if d["kind"] == kind]
 
-    def stop(self, timeout_s: float = 60.0) -> int:
+    def stop(self, timeout_s: float = 20.0) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)

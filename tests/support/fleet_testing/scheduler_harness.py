@@ -230,7 +230,7 @@ class FakeWorker(VirtualScheduler):
         assert book.memory.tree.protected == 0
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
     """Polls until a condition holds."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -312,7 +312,7 @@ class SchedulerProcess:
             self.inbox.take(m.decode(self._detokenizer.recv()))
             wait = 0
 
-    def wait_end(self, answer: Answer, timeout_s: float = 60.0) -> str | m.Failed | m.HandedOver | m.Embedded:
+    def wait_end(self, answer: Answer, timeout_s: float = 10.0) -> str | m.Failed | m.HandedOver | m.Embedded:
         """Waits for a choice's terminal message."""
         end = time.monotonic() + timeout_s
         while answer.end is None:
@@ -323,7 +323,7 @@ class SchedulerProcess:
     def counters(self) -> dict[str, int]:
         return self.board.counters()
 
-    def wait_idle(self, timeout_s: float = 60.0) -> None:
+    def wait_idle(self, timeout_s: float = 10.0) -> None:
         """Waits until no request and no page is held."""
 
         def idle() -> bool:
